@@ -26,7 +26,7 @@ In two levels scales are i8 and offsets u8, and f16 [blocks][ceil(columns / 256)
 Scales of four bits (s4) are u8 [blocks][groups][8]: byte r has code k of row r of the block in its low and that of row r + 8 in
 its high half.  A code stands for (8 - k mod 4) / 8 * 2^-(k div 4), and f16 [blocks][1][16] multiply those of a row.
 
-Tables are i8 [blocks][2**bits]: entries by index, the same for the 16 rows of a block.
+Tables are i8 [blocks][2**bits]: entries by index, the same for the 16 rows of a block; of a trellis (trellis.py) twice as many.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import UnsupportedError
+from edgeq.format.trellis import TRELLIS_BITS, ring_indices
 
 ROWS = 16
 CHUNK = 32
@@ -62,12 +63,13 @@ AnyArray = NDArray[Any]
 # Planes of each width, low bits first: (bits of the plane, lines of the plane in a chunk).
 PLANES: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-Kind = Literal["f32", "f16", "bf16", "int", "half", "s4", "offset", "two-level", "table"]
+Kind = Literal["f32", "f16", "bf16", "int", "half", "s4", "offset", "two-level", "table", "trellis"]
 FLOAT_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16")
 ZeroKind = Literal["symmetric", "integer", "offset", "half"]
 _GROUP = r"(?:g(\d{1,4})|row)"
 _NAME = re.compile(rf"(f32|f16|bf16)|i(\d) {_GROUP}( zero| half| half s4| offset| two-level| two-level offset)?")
 _TABLE_NAME = re.compile(rf"n(\d) {_GROUP}( wide)?")
+_TRELLIS_NAME = re.compile(r"t(\d) g(\d{1,4}) s4")
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ class Codec:
                  w = scale * (q - (2**bits - 1) / 2); "s4": the same, whose scales are 4 bits a group times an
                  f16 per row; "offset": w = scale * q + offset with an f16 offset per group;
                  "two-level": integers whose scales, and offsets, are 8 bits a group times an f16 per 256 channels;
-                 "table": w = scale * table[q], entries are signed bytes, and those of a block of 16 rows are the same
-    bits         2 to 8 for integers, 1 to 4 for indices of a table, else 0
-    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level" and "s4"
+                 "table": w = scale * table[q], entries are signed bytes, and those of a block of 16 rows are the same;
+                 "trellis": a table whose indices take one bit from the rows above and below, with scales as of "s4"
+    bits         2 to 8 for integers, 1 to 4 for indices of a table, 1 to 3 of a trellis, else 0
+    group_size   16, 32, 64 or 128 channels that share a scale; 0 means one group per row, not of "two-level", "s4", "trellis"
     symmetric    True: w = scale * (q - 2**(bits-1)).  False: of "int" w = scale * (q - zero) with a stored zero point per
                  group, of "two-level" w = scale * q + offset.  Always True for other kinds
     wide         of "table": entries are from -127 to 127.  False: from -31 to 31, which are faster where products of bytes are
@@ -108,16 +111,16 @@ class Codec:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16, i2 to i8 and n1 to n4")
+            raise UnsupportedError(f"unknown codec {self.kind!r}; supported: f32, f16, bf16, i2 to i8, n1 to n4, t1 to t3")
         if self.wide and self.kind != "table":
             raise UnsupportedError(f"codec {self.kind!r} has no table whose entries could be wide")
         if not self.symmetric and self.kind not in ("int", "two-level"):
             raise UnsupportedError(f"codec {self.kind!r} has no zero points; only integers without an offset do")
-        if self.kind in ("two-level", "s4") and not self.group_size:
+        if (self.kind == "two-level" or self.coded) and not self.group_size:
             what = "two levels" if self.kind == "two-level" else "four bits"
             raise UnsupportedError(f"scales of {what} need groups; choose a group size of 16, 32, 64 or 128")
         if self.integer:
-            if self.bits not in (widths := TABLE_BITS if self.kind == "table" else BITS):
+            if self.bits not in (widths := {"table": TABLE_BITS, "trellis": TRELLIS_BITS}.get(self.kind, BITS)):
                 choice = f"{', '.join(map(str, widths[:-1]))} or {widths[-1]}"
                 raise UnsupportedError(f"{self.bits} bits are not supported; choose {choice}")
             if self.group_size not in (0, *GROUP_SIZES):
@@ -143,12 +146,12 @@ class Codec:
     @property
     def name(self) -> str:
         """A short name: `f16`, `i4 g128`, `i4 g128 zero`, `i2 g32 half`, `i2 g32 half s4`, `i4 g32 offset`, `i6 g16 two-level`,
-        `i8 row`, `n4 g32`, `n4 g32 wide`."""
+        `i8 row`, `n4 g32`, `n4 g32 wide`, `t2 g32 s4`."""
         if not self.integer:
             return self.kind
         group = f"g{self.group_size}" if self.group_size else "row"
-        if self.kind == "table":
-            return f"n{self.bits} {group}" + " wide" * self.wide
+        if self.kind in ("table", "trellis"):
+            return f"n{self.bits} {group}" + " wide" * self.wide if self.kind == "table" else f"t{self.bits} {group} s4"
         levels = " two-level" if self.kind == "two-level" else ""
         zero = {"symmetric": "", "integer": " zero", "offset": " offset", "half": " half"}[self.zero_kind]
         return f"i{self.bits} {group}{levels}{zero}" + " s4" * (self.kind == "s4")
@@ -158,16 +161,17 @@ class Codec:
         """The codec of this `name`.  UnsupportedError: there is none."""
         if table := _TABLE_NAME.fullmatch(name):
             return cls("table", int(table[1]), int(table[2] or 0), wide=table[3] is not None)
+        if trellis := _TRELLIS_NAME.fullmatch(name):
+            return cls("trellis", int(trellis[1]), int(trellis[2]))
         found = _NAME.fullmatch(name)
         if not found:
             raise UnsupportedError(
                 f"unknown codec {name!r}; codecs are called f32, f16, bf16, i4 g128, i4 row, i4 g128 zero, i2 g32 half, "
-                "i4 g32 offset or n4 g32"
+                "i4 g32 offset, n4 g32 or t2 g32 s4"
             )
-        kind, bits, size, beside = found.groups()
+        kind, bits, size, beside = found.groups("")
         if kind:
             return cls(cast(Kind, kind))
-        beside = beside or ""
         form = {" half": "half", " half s4": "s4", " offset": "offset"}.get(
             beside, "two-level" if beside.startswith(" two-level") else "int"
         )
@@ -191,15 +195,12 @@ class Codec:
         codes = (blocks, -(-columns // CHUNK), self.bits, LINE)
         f16, u8 = ArraySpec("float16", scales, "f16"), ArraySpec("uint8", scales, "u8")
         parts = {"q": ArraySpec("uint8", codes, "u8"), "scale": f16}
-        if self.zero_kind == "integer":
-            parts["zero"] = u8
-        if self.zero_kind == "offset":
-            parts["offset"] = f16
-        if self.kind == "s4":
+        parts |= {"integer": {"zero": u8}, "offset": {"offset": f16}}.get(self.zero_kind, {})
+        if self.coded:
             parts["scale"] = ArraySpec("uint8", (*scales[:2], ROWS // 2), "u8")
             parts["super_scale"] = ArraySpec("float16", (blocks, 1, ROWS), "f16")
-        if self.kind == "table":
-            parts["table"] = ArraySpec("int8", (blocks, 1 << self.bits), "i8")
+        if self.kind in ("table", "trellis"):
+            parts["table"] = ArraySpec("int8", (blocks, 1 << self.bits + self.coupled), "i8")
         if self.kind == "two-level":
             above = ArraySpec("float16", (blocks, -(-columns // SUPER_SIZE), ROWS), "f16")
             parts["scale"] = ArraySpec("int8", scales, "i8")
@@ -208,13 +209,23 @@ class Codec:
             parts |= {f"super_{name}": above for name in ("scale", "offset") if name in parts}
         return parts
 
+    @property
+    def coded(self) -> bool:
+        """Whether scales are codes of four bits, times an f16 per row."""
+        return self.kind in ("s4", "trellis")
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the 16 rows of a block share bits: they are rounded and read together."""
+        return self.kind == "trellis"
+
     def nbytes(self, rows: int, columns: int) -> int:
         return sum(part.nbytes for part in self.parts(rows, columns).values())
 
     @property
     def multiplied_bits(self) -> int:
         """Bits of the integers that scales multiply: those that are stored, or of a table's entries plus 32 or 128."""
-        return (8 if self.wide else 6) if self.kind == "table" else self.bits
+        return (8 if self.wide else 6) if self.kind in ("table", "trellis") else self.bits
 
     @property
     def center(self) -> int:
@@ -293,14 +304,14 @@ def pack_beside(codec: Codec, name: str, a: AnyArray) -> AnyArray:
             raise ValueError("rows of a block with tables that differ")
         return tables
     packed = pack_groups(a)
-    return packed[..., : ROWS // 2] | packed[..., ROWS // 2 :] << 4 if (codec.kind, name) == ("s4", "scale") else packed
+    return packed[..., : ROWS // 2] | packed[..., ROWS // 2 :] << 4 if codec.coded and name == "scale" else packed
 
 
 def unpack_beside(codec: Codec, name: str, a: AnyArray, rows: int) -> AnyArray:
     """The inverse of `pack_beside`."""
     if name == "table":
         return np.repeat(a, ROWS, axis=0)[:rows]
-    return unpack_groups(np.concatenate([a & 15, a >> 4], axis=-1) if (codec.kind, name) == ("s4", "scale") else a, rows)
+    return unpack_groups(np.concatenate([a & 15, a >> 4], axis=-1) if codec.coded and name == "scale" else a, rows)
 
 
 SCALE_CODES: ArrayF32 = np.ldexp(8.0 - np.arange(16) % 4, -3 - np.arange(16) // 4).astype(np.float32)
@@ -346,28 +357,30 @@ def unpack_floats(packed: AnyArray, kind: Kind, rows: int, columns: int) -> Arra
 def dequantize(codec: Codec, rows: int, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
     """Stored arrays, as `codec.parts` names them -> W float32 [rows, columns].
 
-    Exact: a product of an f16 scale and an integer or an entry below 2**9, of two levels up to 6 bits.  An offset is added to
-    it, rounded once.
+    Exact: products of an f16 scale and what is below 2**9, of two levels up to 6 bits.  An offset is added and rounded once.
     """
     if not codec.integer:
         return unpack_floats(arrays["q"], codec.kind, rows, columns)
-    natural = {name: unpack_beside(codec, name, array, rows) for name, array in arrays.items() if name != "q"}
-    return dequantized(codec, columns, {**natural, "q": unpack_integers(arrays["q"], rows, columns)})
+    whole = len(arrays["q"]) * ROWS  # Rows of a trellis depend on those beside them, in the last block on padded ones too.
+    natural = {name: unpack_beside(codec, name, array, whole) for name, array in arrays.items() if name != "q"}
+    return dequantized(codec, columns, {**natural, "q": unpack_integers(arrays["q"], whole, columns)})[:rows]
 
 
 def dequantized(codec: Codec, columns: int, arrays: Mapping[str, AnyArray]) -> ArrayF32:
-    """Dequantize integers that are not packed: "q" is [rows, columns], the other arrays are [rows, values of a row]."""
+    """Dequantize integers that are not packed: "q" is [rows, columns], the other arrays are [rows, values of a row].
+    Of a trellis the first row is that of a block, and rows that a last block lacks have integers of zero."""
 
     def of_groups(part: str) -> ArrayF32:
-        if codec.kind == "s4":
+        if codec.coded:
             return per_channel(SCALE_CODES[arrays[part]] * arrays["super_scale"].astype(np.float32), codec, columns)
         values = per_channel(arrays[part].astype(np.float32), codec, columns)
         if codec.kind == "two-level":
             values *= np.repeat(arrays[f"super_{part}"].astype(np.float32), SUPER_SIZE, axis=1)[:, :columns]
         return values
 
-    if codec.kind == "table":
-        return np.take_along_axis(arrays["table"], arrays["q"], axis=1).astype(np.float32) * of_groups("scale")
+    if "table" in arrays:
+        q = ring_indices(arrays["q"], codec.bits) if codec.coupled else arrays["q"]
+        return np.take_along_axis(arrays["table"], q, axis=1).astype(np.float32) * of_groups("scale")
     values = arrays["q"].astype(np.float32)
     if codec.zero_kind == "offset":
         return values * of_groups("scale") + of_groups("offset")
@@ -382,8 +395,6 @@ def per_channel(a: ArrayF32, codec: Codec, columns: int) -> ArrayF32:
 
 def dequantize_rows(codec: Codec, columns: int, indices: NDArray[np.int64], arrays: Mapping[str, AnyArray]) -> ArrayF32:
     """Rows of a stored matrix by index (an embedding look-up in a tied head) -> float32 [len(indices), columns]."""
-    blocks, lanes = indices // ROWS, indices % ROWS
-    take = np.arange(len(indices)) * ROWS + lanes
-    rows = len(indices) * ROWS
-    looked_up: ArrayF32 = dequantize(codec, rows, columns, {name: array[blocks] for name, array in arrays.items()})[take]
-    return looked_up
+    blocks, take = indices // ROWS, np.arange(len(indices)) * ROWS + indices % ROWS
+    whole = dequantize(codec, len(indices) * ROWS, columns, {name: array[blocks] for name, array in arrays.items()})
+    return cast(ArrayF32, whole[take])

@@ -53,7 +53,7 @@ MAX_DIMENSION = 1 << 40
 MAX_NAME = 256
 MAX_MODE = 16
 DTYPE_NAMES = ("f32", "f16", "bf16", "u8", "i8", "i32")
-CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level", "s4", "table")
+CODEC_KINDS: tuple[Kind, ...] = ("f32", "f16", "bf16", "int", "two-level", "s4", "table", "trellis")
 """By `CodecKind`.  Those of `ZERO_FORMS` are `integer` too, of another `ZeroKind`."""
 ZERO_KINDS: tuple[ZeroKind, ...] = ("symmetric", "integer", "offset", "half")
 ZERO_FORMS: dict[ZeroKind, Kind] = {"offset": "offset", "half": "half"}
@@ -333,7 +333,7 @@ def _read_weight(name: str, w: Any) -> Weight:
         raise FormatError(f"{name}: scales of two levels beside {beside}; they go with offsets or alone")
     if kind == "s4" and zero != "half":
         raise FormatError(f"{name}: scales of four bits without a half grid; they go with one alone")
-    if kind == "table" and zero != "symmetric":
+    if kind in ("table", "trellis") and zero != "symmetric":
         raise FormatError(f"{name}: a table beside zero points, offsets or a half grid; its entries say where zero is")
     form = kind if kind in ("two-level", "s4") else ZERO_FORMS.get(zero, kind)
     symmetric = zero == "symmetric" or zero == "half" or form in ZERO_FORMS.values()

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from edgeq.targets.cpu.kernels.args import BF16_KIND, CHUNKS, F16_KIND, F32_KIND
-from edgeq.targets.cpu.kernels.products.groups import TABLE, TABLE_WIDE
+from edgeq.targets.cpu.kernels.products.groups import TABLE, TABLE_WIDE, TRELLIS
 from edgeq.targets.cpu.kernels.products.microkernel_float import FloatTile
 from edgeq.tools.lab import arm_roofline
 from edgeq.tools.lab.arm_roofline import CORES, assembly, compiled, loops
@@ -41,6 +41,16 @@ def test_a_table_is_looked_up_by_one_instruction_for_sixteen_weights(isa: str, b
     target, module = compiled(CORES[board], arm_roofline.tile(isa, 4, False, kind, CHUNKS, 1).emit)
     found = loops(str(target.emit_assembly(module)))
     assert found.inner["v.tbl"] * 16 == PRODUCTS_PER_CHUNK and not found.calls
+
+
+@pytest.mark.parametrize("isa, board", [("neon", PI4), ("neon-dotprod", PI5)])
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_bits_of_neighbouring_rows_are_found_while_they_lie_packed(isa: str, board: str, bits: int) -> None:
+    """Two turns of a vector and one xor for each line that has coded bits, of 16 rows four vectors."""
+    target, module = compiled(CORES[board], arm_roofline.tile(isa, bits, False, TRELLIS, CHUNKS, 1).emit)
+    found = loops(str(target.emit_assembly(module)))
+    assert found.inner["v.tbl"] * 16 == PRODUCTS_PER_CHUNK and not found.calls
+    assert found.inner["v.ext"] == 8 * (2 if bits == 2 else 1)
 
 
 @pytest.mark.parametrize("bits, mode16, tokens", ALL)

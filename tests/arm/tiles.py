@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgeq.format.codec import BITS, CHUNK, MAX_ENTRY, SCALE_CODES, Codec, Kind, pack_beside, pack_groups, pack_integers
+from edgeq.format.trellis import ring_indices
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
 from edgeq.targets.cpu.kernels.products.groups import group_kind
@@ -33,6 +34,7 @@ class TileCase(NamedTuple):
 CODECS = [
     *(Codec("int", bits, size, symmetric) for bits in BITS for symmetric in (True, False) for size in (0, 16)),
     *(Codec("table", bits, size, wide=wide) for bits in (1, 4) for size in (16, 32) for wide in (False, True)),
+    *(Codec("trellis", bits, size) for bits in (1, 2, 3) for size in (16, 32)),
     *(Codec(kind, bits, size) for bits in (2, 4) for kind in HALF_GRIDS for size in (16, 32)),
 ]
 CASES = list(itertools.starmap(TileCase, itertools.product(CODECS, (0, 1), (1, 4))))
@@ -78,12 +80,12 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
     groups = codec.groups(columns)
     scale = rng.uniform(0.5, 2, (ROWS, groups)).astype(np.float16)
     stored, row_scale = scale, scale[:, :1]
-    if codec.kind == "s4":
+    if codec.coded:
         stored = rng.integers(0, 16, scale.shape).astype(np.uint8)
         scale = row_scale.astype(np.float64) * SCALE_CODES[stored]
     zeros = rng.integers(0, 1 << bits, scale.shape, dtype=np.uint8)
     most = MAX_ENTRY[codec.wide]
-    table = rng.integers(-most, most + 1, (ROWS // 16, 1 << bits)).astype(np.int8)
+    table = rng.integers(-most, most + 1, (ROWS // 16, 1 << bits + (codec.kind == "trellis"))).astype(np.int8)
     table[:, 0], table[:, -1] = -most, most
     blocks = -(-columns // block)
     xscale = rng.uniform(0.5, 2, (blocks, tokens)).astype(np.float32)
@@ -95,7 +97,7 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
     arrays = {
         "x": in_store(quads, isa, case), "x_scales": xscale, "x_sums": xsum,
         "weights": pack_integers(q, bits), "scales": pack_beside(codec, "scale", stored),
-        "zeros": table if codec.kind == "table" else pack_groups(zeros),
+        "zeros": table if "table" in codec.parts(16, 32) else pack_groups(zeros),
         "super_scales": pack_groups(row_scale),
     }  # fmt: skip
     places, kept = dict[str, int](), []
@@ -117,6 +119,8 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
     center = np.repeat(
         zeros.astype(np.float64) if codec.zero_kind == "integer" else np.full(scale.shape, codec.constant_zero), step, axis=1
     )
-    levels = np.take_along_axis(np.repeat(table, 16, axis=0), q, axis=1) if codec.kind == "table" else q - center
+    index = ring_indices(q, bits) if codec.kind == "trellis" else q
+    looked_up = "table" in codec.parts(16, 32)
+    levels = np.take_along_axis(np.repeat(table, 16, axis=0), index, axis=1) if looked_up else q - center
     w = (levels * np.repeat(scale.astype(np.float64), step, axis=1))[32:]
     return out, (x * np.repeat(xscale.T.astype(np.float64), block, axis=1)[:, :columns]) @ w.T

@@ -73,10 +73,10 @@ def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, co
         return Weight(codec, rows, columns, {"q": arrays.add(pack_floats(w, codec.kind), codec.kind)})
     q, scale, zero = integers(rng, codec, rows, columns, values)
     found, stored = {"scale": scale, "zero": zero}, codec.parts(rows, columns)
-    if codec.kind == "s4":
+    if codec.coded:
         found["scale"] = rng.integers(0, 16, scale.shape).astype(np.uint8)
         found["super_scale"] = scale[:, :1]
-    elif codec.kind == "table":
+    if "table" in stored:
         found["table"] = tables(rng, codec, rows, values)
     elif codec.kind == "two-level":
         found |= two_levels(rng, codec, rows, columns)
@@ -93,7 +93,7 @@ def weight(arrays: Arrays, rng: np.random.Generator, codec: Codec, rows: int, co
 
 def tables(rng: np.random.Generator, codec: Codec, rows: int, values: str = "random") -> np.ndarray:
     """Entries [rows, ...], another table for each block of 16 rows: any, or the least or the largest alone."""
-    most, count = MAX_ENTRY[codec.wide], 1 << codec.bits
+    most, count = MAX_ENTRY[codec.wide], codec.parts(16, 32)["table"].shape[1]
     entries = rng.integers(-most, most + 1, (-(-rows // 16), count)).astype(np.int8)
     entries[:, 0], entries[:, -1] = -most, most
     if values != "random":
@@ -148,6 +148,7 @@ INTEGER_CODECS += [
     Codec("table", bits, group, wide=wide)
     for bits, group, wide in itertools.product(range(1, 5), (16, 32, 128, 0), (False, True))
 ]
+INTEGER_CODECS += [Codec("trellis", bits, group) for bits, group in itertools.product(range(1, 4), (16, 32, 64, 128))]
 INTEGER_CODECS += [
     Codec("two-level", bits, group, symmetric)
     for bits, group, symmetric in itertools.product(range(2, 9), (16, 32, 128), (True, False))
@@ -174,12 +175,16 @@ def product_case(isa: str, codec: Codec, mode: str):
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Integers of four bits are tried
     on every instruction set in both modes; on the best one every width in one mode, and with four bits all that groups may
-    have, by turns in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries.
+    have, by turns in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries;
+    of trellises every width, two bits in both modes.
     """
     best, small, whole = isa == HERE[0], codec.group_size == 16, codec.kind == "int"
     if codec.kind == "table":
         turn = in_turn(codec.bits + codec.wide + small, mode)
         common = best and turn and (codec.group_size == 32 and (codec.bits == 4 or codec.wide) or codec.bits == 4 and small)
+    elif codec.kind == "trellis":
+        turn = in_turn(codec.bits + small, mode)
+        common = best and (codec.group_size == 32 and (turn or codec.bits == 2) or codec.bits == 2 and small and turn)
     elif codec.bits == 4:
         turn = in_turn(codec.group_size // 32 + codec.symmetric, mode)
         common = not small if whole and not best else best and (whole or turn)

@@ -78,7 +78,7 @@ def everywhere(graph: Graph, arrays: Arrays, affected: Sequence[int], isas: Sequ
 
 GROUP, ROW, GROUP16 = Codec("int", 4, 128), Codec("int", 4, 0, False), Codec("int", 8, 16, False)
 OFFSET, TWO_LEVELS = Codec("offset", 4, 32), Codec("two-level", 4, 32, False)
-HALF, FOUR_BITS, TABLE = Codec("half", 2, 32), Codec("s4", 2, 32), Codec("table", 4, 32)
+HALF, FOUR_BITS, TABLE, TRELLIS = Codec("half", 2, 32), Codec("s4", 2, 32), Codec("table", 4, 32), Codec("trellis", 2, 32)
 
 
 @pytest.mark.parametrize("mode", ["a16", "a8", "a4"])
@@ -86,7 +86,7 @@ HALF, FOUR_BITS, TABLE = Codec("half", 2, 32), Codec("s4", 2, 32), Codec("table"
     ("codec", "isa"),
     [
         case(codec, isa, common=isa == HERE[0] or codec.kind == "int" or codec in FLOAT_CODECS, id=f"{codec.name}-{isa}")
-        for codec in (*(GROUP, ROW, GROUP16, HALF, FOUR_BITS, TABLE, OFFSET, TWO_LEVELS), *FLOAT_CODECS)
+        for codec in (*(GROUP, ROW, GROUP16, HALF, FOUR_BITS, TABLE, TRELLIS, OFFSET, TWO_LEVELS), *FLOAT_CODECS)
         for isa in HERE
     ],
 )

@@ -91,7 +91,7 @@ def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = 
             else:
                 # Outputs keep the size of inputs; an offset makes the middle of the integers zero.
                 size = columns**-0.5 / 2 ** (stored.multiplied_bits - 1) * (-stored.center if part.endswith("offset") else 1)
-                if stored.kind == "s4" and part == "scale":
+                if stored.coded and part == "scale":
                     size = 0  # The largest share.
                 if stored.kind == "two-level":
                     size = size / SUB_SCALE if part.startswith("super") else SUB_SCALE

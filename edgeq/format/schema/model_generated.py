@@ -25,6 +25,7 @@ class CodecKind(object):
     two_level = 4
     s4 = 5
     table = 6
+    trellis = 7
 
 
 class ZeroKind(object):

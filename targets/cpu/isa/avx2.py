@@ -19,6 +19,7 @@ class Avx2(Isa):
     lanes = 8
     tiles = (4, 1)
     prefetch_distances = X86_PREFETCH_DISTANCES
+    folds_indices = True
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx2", "fma", "f16c"})
 

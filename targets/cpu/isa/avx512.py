@@ -20,6 +20,7 @@ class Avx512Vnni(Isa):
     tiles = (12, 4, 1)
     blocks_per_tile = 2
     prefetch_distances = X86_PREFETCH_DISTANCES
+    folds_indices = True
     machines = frozenset({"x86_64", "AMD64"})
     needs = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
 

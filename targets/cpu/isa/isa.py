@@ -26,6 +26,7 @@ class Isa(Protocol):
     matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
     winograd    whether products of 4-bit weights and 8-bit activations go by Winograd's method (winograd.py)
     shifts_bytes  whether one instruction shifts every byte of a vector
+    folds_indices  whether `looked_up` takes no notice of bits 4 to 6 of an index
     panels      whether products with several rows unpack weights first, once for all of a panel (panel_matmul.py); then also
                 `run`, `pairs16` and `widened`, of which `dot8` is made
     """
@@ -41,6 +42,7 @@ class Isa(Protocol):
     matrix_unit: bool = False
     winograd: bool = False
     shifts_bytes: bool = False
+    folds_indices: bool = False
     panels: bool = False
 
     def offset(self, bits: int) -> int:
@@ -52,7 +54,8 @@ class Isa(Protocol):
         ...
 
     def looked_up(self, b: Any, table: Any, index: Any) -> Any:
-        """Bytes `table`[index]: indices are bytes below 16, the table the same 16 bytes over and over, in vectors of a quad."""
+        """Bytes `table`[index]: indices are bytes below 16, or below 128 where the set `folds_indices`, the table the same 16
+        bytes over and over, in vectors of a quad."""
         ...
 
     def takes_pairs(self, bits: int) -> bool:

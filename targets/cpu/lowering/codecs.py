@@ -60,4 +60,5 @@ CODECS: Mapping[Kind, CodecKernels] = {
     "offset": CodecKernels(integer_product, integer_rows, swiglu=True),
     "two-level": CodecKernels(integer_product, integer_rows, swiglu=True),
     "table": CodecKernels(integer_product, integer_rows, swiglu=True),
+    "trellis": CodecKernels(integer_product, integer_rows, swiglu=True),
 }

@@ -54,8 +54,8 @@ def ranges(codec: Codec) -> dict[str, tuple[float, float]]:
     """Ranges of what lies beside the integers, by the names of arrays."""
     if codec.kind == "two-level":
         return {"scale": (1, 64), "offset": (0, 64), "super_scale": (0.001, 0.002), "super_offset": (-0.02, 0)}
-    if codec.kind == "s4":
-        return {"scale": (0, 16), "super_scale": (0.01, 0.1)}
+    if codec.coded:
+        return {"scale": (0, 16), "super_scale": (0.01, 0.1), "table": (-31, 32)}
     return {"scale": (0.01, 0.1), "zero": (0, 1 << codec.bits), "offset": (-1, 0), "table": (-31, 32)}
 
 
@@ -67,7 +67,7 @@ def write_body(writer: Writer) -> Metadata:
         for (name, parts), codec in zip(fused_shapes(CONFIG, layer), of_layer, strict=True):
             rows = sum(rows for rows, _ in parts.values())
             linears[name] = write_weight(writer, name, codec, rows, next(iter(parts.values()))[1])
-    linears["head"] = write_weight(writer, "head", Codec("int", 8, 0), CONFIG.vocab_size, CONFIG.hidden_size)
+    linears["head"] = write_weight(writer, "head", Codec("trellis", 2, 16), CONFIG.vocab_size, CONFIG.hidden_size)
     arrays = {name: writer.array(np.ones(shape, np.float32), "f32") for name, shape in array_shapes(CONFIG).items()}
     blobs = {"tokenizer.json": writer.append([b'{"version":"1.0"}'])}
     return Metadata(CONFIG, {"eos_token_ids": [1]}, {"method": "rtn"}, "a16", linears, arrays, blobs)

@@ -11,10 +11,12 @@ from edgeq.format.codec import (
     GROUP_SIZES,
     MAX_ENTRY,
     PLANES,
+    SCALE_CODES,
     TABLE_BITS,
     Codec,
     dequantize,
     dequantize_rows,
+    dequantized,
     from_bf16,
     pack_beside,
     pack_floats,
@@ -27,6 +29,7 @@ from edgeq.format.codec import (
     unpack_integers,
 )
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
+from edgeq.format.trellis import TRELLIS_BITS, by_subset
 
 # Rows below, at and above a block of 16; columns below, at and above a chunk of 32; odd group counts of every group size.
 SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]
@@ -45,6 +48,7 @@ FOUR_BITS = [Codec("s4", bits, group) for bits in BITS for group in GROUP_SIZES]
 TABLES = [
     Codec("table", bits, group, wide=wide) for bits in TABLE_BITS for group in (0, *GROUP_SIZES) for wide in (False, True)
 ]
+TRELLISES = [Codec("trellis", bits, group) for bits in TRELLIS_BITS for group in GROUP_SIZES]
 FILLS = ["random", "min", "max", "ends"]
 
 
@@ -268,6 +272,7 @@ def test_bf16_rounds_half_to_even_and_keeps_nan() -> None:
         (Codec("offset", 4, 32), 5),
         (Codec("table", 4, 32), 4.5 + 16 * 8 / (16 * 256)),
         (Codec("table", 1, 0, wide=True), 1 + (16 + 1) / 256),
+        (Codec("trellis", 2, 32), 2 + 4 / 32 + 16 / 256 + 8 * 8 / (16 * 256)),
         (Codec("two-level", 4, 32, False), 4.625),
         (Codec("two-level", 6, 16), 6.5625),
         (Codec("two-level", 3, 16), 3.5625),
@@ -408,19 +413,78 @@ def test_tables_equal_the_formula(codec: Codec, columns: int) -> None:
         pack_beside(codec, "table", natural)
 
 
+def bit_of(packed: np.ndarray, bits: int, row: int, column: int) -> int:
+    """The coded bit of a row of a channel, as docs/format.md says where it lies."""
+    return stored(packed, bits, row, column) >> (2 if bits == 3 else 0) & 1
+
+
+@pytest.mark.parametrize("columns", [16, 300])
+@pytest.mark.parametrize("codec", TRELLISES, ids=lambda c: c.name)
+def test_a_trellis_equals_the_formula(codec: Codec, columns: int) -> None:
+    """Channel by channel in float64, with rows that pad the last block part of its ring; no product is rounded."""
+    rows, bits, rng = 35, codec.bits, np.random.default_rng(columns)
+    q = rng.integers(0, 1 << bits, (48, columns)).astype(np.uint8)
+    codes = rng.integers(0, 16, (48, codec.groups(columns))).astype(np.uint8)
+    row = rng.uniform(-2, 2, (48, 1)).astype(np.float16)
+    tables = rng.integers(-31, 32, (3, 2 << bits)).astype(np.int8)
+    arrays = {"q": pack_integers(q, bits), "scale": pack_beside(codec, "scale", codes), "super_scale": pack_groups(row)}
+    arrays["table"] = tables
+    assert {n: (a.dtype.name, a.shape) for n, a in arrays.items()} == {
+        n: (p.dtype, p.shape) for n, p in codec.parts(rows, columns).items()
+    }
+    expected = np.empty((rows, columns))
+    for r, column in np.ndindex(rows, columns):
+        first = r // 16 * 16
+        above, below = (bit_of(arrays["q"], bits, first + (r + step) % 16, column) for step in (1, 15))
+        entry = tables[r // 16, int(q[r, column]) + (above ^ below) * 2**bits]
+        expected[r, column] = np.float64(row[r, 0]) * float(SCALE_CODES[codes[r, column // codec.group_size]]) * int(entry)
+    np.testing.assert_array_equal(dequantize(codec, rows, columns, arrays), expected.astype(np.float32))
+    assert np.array_equal(expected.astype(np.float32), expected)
+    indices = np.array([34, 0, 15, 16])
+    np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), expected[indices].astype(np.float32))
+
+
+@pytest.mark.parametrize("bits", TRELLIS_BITS)
+def test_a_last_block_lacks_rows_of_zeros(bits: int) -> None:
+    """Rows that are not packed are as those that are packed and read."""
+    rng, codec = np.random.default_rng(bits), Codec("trellis", bits, 16)
+    q = rng.integers(0, 1 << bits, (19, 20)).astype(np.uint8)
+    beside = {"scale": np.zeros((19, 2), np.uint8), "super_scale": np.ones((19, 1), np.float16)}
+    beside["table"] = np.repeat(rng.integers(-31, 32, (2, 2 << bits)).astype(np.int8), 16, axis=0)[:19]
+    packed = {name: pack_beside(codec, name, a) for name, a in beside.items()} | {"q": pack_integers(q, bits)}
+    read = dequantize(codec, 19, 20, packed)
+    np.testing.assert_array_equal(dequantized(codec, 20, {**beside, "q": q}), read)
+    assert set(np.unique(read)) <= set(np.unique(beside["table"]).astype(np.float32))
+
+
+@pytest.mark.parametrize("bits", TRELLIS_BITS)
+def test_neighbours_leave_a_row_every_level_of_two_subsets(bits: int) -> None:
+    """Levels in order have the subsets 0, 1, 2, 3, 0, ... = 2 c1 + c0."""
+    index = by_subset(bits)
+    assert sorted(index) == list(range(2 << bits))
+    coded = index & (1 << bits) - 1 if bits < 3 else index >> 2
+    assert (np.arange(2 << bits) % 4 == 2 * (index >> bits) + (coded & 1)).all()
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_bits_of_a_trellis_out_of_range_are_refused(bits: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{bits} bits are not supported; choose 1, 2 or 3"):
+        Codec("trellis", bits, 32)
+
+
 @pytest.mark.parametrize("bits", [0, 5, 8])
 def test_bits_of_an_index_out_of_range_are_refused(bits: int) -> None:
     with pytest.raises(UnsupportedError, match=f"{bits} bits are not supported; choose 1, 2, 3 or 4"):
         Codec("table", bits, 32)
 
 
-@pytest.mark.parametrize(("kind", "scales"), [("two-level", "two levels"), ("s4", "four bits")])
+@pytest.mark.parametrize(("kind", "scales"), [("two-level", "two levels"), ("s4", "four bits"), ("trellis", "four bits")])
 def test_scales_of_scales_need_groups(kind: str, scales: str) -> None:
     with pytest.raises(UnsupportedError, match=f"scales of {scales} need groups"):
-        Codec(kind, 4, 0)  # type: ignore[arg-type]
+        Codec(kind, 3, 0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["offset", "half", "s4", "table"])
+@pytest.mark.parametrize("kind", ["offset", "half", "s4", "table", "trellis"])
 def test_a_codec_that_says_otherwise_where_zero_lies_has_no_zero_points(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{kind}' has no zero points"):
         Codec(kind, 4, 32, symmetric=False)  # type: ignore[arg-type]
@@ -433,7 +497,9 @@ def test_a_half_grid_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [*CODECS, *TWO_LEVELS, *FOUR_BITS, *TABLES, Codec("f32"), Codec("f16"), Codec("bf16")], ids=lambda c: c.name
+    "codec",
+    [*CODECS, *TWO_LEVELS, *FOUR_BITS, *TABLES, *TRELLISES, Codec("f32"), Codec("f16"), Codec("bf16")],
+    ids=lambda c: c.name,
 )
 def test_a_name_names_its_codec(codec: Codec) -> None:
     assert Codec.named(codec.name) == codec

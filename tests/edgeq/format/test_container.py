@@ -163,17 +163,22 @@ def test_an_input_order_that_names_a_channel_twice_is_refused(tmp_path: Path) ->
         writer.finish(metadata)
 
 
-@pytest.mark.parametrize(("wide", "entry"), [(False, 32), (False, -32), (True, -128)])
-def test_a_table_with_entries_that_are_too_large_is_refused(write: Write, sample: bytes, wide: bool, entry: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "wide", "entry"),
+    [("layers.0.o", False, 32), ("layers.0.o", False, -32), ("layers.0.o", True, -128), ("head", False, 32)],
+)
+def test_a_table_with_entries_that_are_too_large_is_refused(
+    write: Write, sample: bytes, name: str, wide: bool, entry: int
+) -> None:
     """Sums of products in 16 bits would overflow."""
     data, metadata = split(sample)
     read, segments = decode(metadata)
-    layer = read.linears["layers.0.o"]
+    layer = read.linears[name]
     codec = replace(layer.weights[0].codec, wide=wide)
-    read.linears["layers.0.o"] = replace(layer, weights=(replace(layer.weights[0], codec=codec),))
+    read.linears[name] = replace(layer, weights=(replace(layer.weights[0], codec=codec),))
     changed = bytearray(data)
     changed[segments[layer.weights[0].arrays["table"].segment].offset - DATA_OFFSET + 15] = entry & 255
-    message = f"layers.0.o: its table has entries from .*{entry}.*; those of {codec.name} have"
+    message = f"{name}: its table has entries from .*{entry}.*; those of {codec.name} have"
     refused(write(seal(bytes(changed), encode(read, segments))), FormatError, message)
 
 

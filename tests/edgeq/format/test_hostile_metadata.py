@@ -97,7 +97,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     # codecs
     "weight without codec": (setting("linears.0.weights.0.codec", None), FormatError, "layers.0.qkv|damaged"),
     "unknown codec kind": (setting("linears.0.weights.0.codec.kind", 77), UnsupportedError, "codec kind 77"),
-    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 7), UnsupportedError, "codec kind 7"),
+    "codec kind after the last": (setting("linears.0.weights.0.codec.kind", 8), UnsupportedError, "codec kind 8"),
     "nine bits": (setting("linears.0.weights.0.codec.bits", 9), UnsupportedError, "9 bits are not supported"),
     "bits of a float codec": (setting("linears.2.weights.0.codec.bits", 9), FormatError, "layers.0.gate_up"),
     "group size 48": (setting("linears.0.weights.0.codec.groupSize", 48), UnsupportedError, "group size 48 is not supported"),
@@ -168,6 +168,33 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
         UnsupportedError,
         "no table whose entries could be wide",
     ),
+    # Of a trellis: the head.
+    "a trellis without entries": (setting("linears.8.weights.0.table", None), FormatError, "'table' do not agree"),
+    "a trellis without scales of rows": (
+        setting("linears.8.weights.0.superScale", None),
+        FormatError,
+        "'super_scale' do not agree",
+    ),
+    "a table without the bit of neighbours": (
+        setting("linears.8.weights.0.table.shape", [2, 4]),
+        FormatError,
+        "table is i8 .2, 4.*implies i8 .2, 8.",
+    ),
+    "a trellis of four bits": (setting("linears.8.weights.0.codec.bits", 4), UnsupportedError, "choose 1, 2 or 3"),
+    "a trellis with zero points": (setting("linears.8.weights.0.codec.zero", 1), FormatError, "say where zero is"),
+    "a trellis on a half grid": (setting("linears.8.weights.0.codec.zero", 3), FormatError, "say where zero is"),
+    "a trellis of whole rows": (setting("linears.8.weights.0.codec.groupSize", 0), UnsupportedError, "four bits need groups"),
+    "a wide trellis": (
+        setting("linears.8.weights.0.codec.wide", True),
+        UnsupportedError,
+        "no table whose entries could be wide",
+    ),
+    "a trellis as a table": (
+        setting("linears.8.weights.0.codec.kind", 6),
+        FormatError,
+        "n2 g16 and array 'super_scale' do not agree",
+    ),
+    "a table as a trellis": (setting("linears.1.weights.0.codec.kind", 7), FormatError, "t3 g16 s4 and array.*do not agree"),
     # Of two levels: layers.1.o with offsets, layers.1.down without.
     "two levels without super scales": (
         setting("linears.5.weights.0.superScale", None),
@@ -326,7 +353,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], type[EdgeqError], str]] = {
     "kernels of too many architectures": (
         setting("kernels", [fb.KernelsT(target=f"sm_{i}", segment=0) for i in range(65)]),
         FormatError,
-        "80 layers, arrays, blobs and kernels; its 31 segments",
+        "80 layers, arrays, blobs and kernels; its 33 segments",
     ),
     # names
     "layer twice": (duplicate("linears"), FormatError, "linear layer 'layers.0.qkv' twice"),

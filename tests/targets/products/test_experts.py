@@ -26,6 +26,7 @@ OTHERS = [
     Codec("half", 2, 32),
     Codec("s4", 2, 32),
     Codec("table", 4, 32),
+    Codec("trellis", 2, 32),
     Codec("offset", 4, 16),
     Codec("two-level", 4, 32, False),
     Codec("two-level", 6, 16),
@@ -37,7 +38,7 @@ def layer(arrays, rng, codec, rows, columns, name):
     """Random numbers of a size that keeps the result near 1."""
     if codec.integer:
         w = weight(arrays, rng, codec, rows, columns)
-        scale = arrays.array(w.arrays["super_scale" if codec.kind == "s4" else "scale"])
+        scale = arrays.array(w.arrays["super_scale" if codec.coded else "scale"])
         scale[...] = np.abs(scale) * np.float16(0.3 / (1 << codec.multiplied_bits))
         if "zero" in w.arrays:
             arrays.array(w.arrays["zero"])[...] = 1 << (codec.bits - 1)

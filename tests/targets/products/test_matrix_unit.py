@@ -25,6 +25,7 @@ CODECS = [
     Codec("int", 8, 128, False),
     Codec("int", 4, 64),
     Codec("table", 4, 64),
+    Codec("trellis", 3, 64),
     *(
         pytest.param(codec, marks=pytest.mark.exhaustive)
         for codec in (Codec("int", 8, 0), Codec("int", 4, 0, False), *EXHAUSTIVE)

@@ -58,6 +58,7 @@ CODECS = {
     "half": (Codec("half", 2, 32), Codec("half", 4, 64)),
     "s4": (Codec("s4", 2, 32), Codec("s4", 4, 16)),
     "table": (Codec("table", 4, 32), Codec("table", 2, 16, wide=True)),
+    "trellis": (Codec("trellis", 2, 32), Codec("trellis", 3, 16)),
     "offset": (I4_OFFSET, I5_OFFSET),
     "two-level": (I4_LEVELS, I6_LEVELS),
 }

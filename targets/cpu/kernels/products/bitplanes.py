@@ -11,7 +11,8 @@ from edgeq.format.codec import LINE, PLANES, QUADS
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.simd import I8, I16, I32, I64, constant, load
 from edgeq.targets.cpu.kernels.args import ProductArgs
-from edgeq.targets.cpu.kernels.products.groups import TABLES
+from edgeq.targets.cpu.kernels.products.groups import TABLES, TRELLIS, entries
+from edgeq.targets.cpu.kernels.products.trellis import ring_indices
 
 
 def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes: bool = False) -> list[Any]:
@@ -48,7 +49,7 @@ class Unpacker:
     """
 
     def __init__(self, isa: Isa, bits: int, kind: int) -> None:
-        self.isa, self.bits, self.width = isa, bits, 4 * isa.lanes
+        self.isa, self.bits, self.kind, self.width = isa, bits, kind, 4 * isa.lanes
         self.center = 1 << (TABLES[kind] - 1) if kind in TABLES else 0
 
     def table(self, b: Any, record: Any, block: Any) -> Any:
@@ -56,14 +57,17 @@ class Unpacker:
         with tables."""
         if not self.center:
             return None
-        count = 1 << self.bits
-        entries = ir.VectorType(I8, count)
+        count = entries(self.bits, self.kind)
+        vector = ir.VectorType(I8, count)
         address = b.add(ProductArgs.zeros.load(b, record), b.mul(block, ir.Constant(I64, count)))
-        stored = b.add(load(b, address, entries), constant(entries, self.center))
+        stored = b.add(load(b, address, vector), constant(vector, self.center))
         order = ir.Constant(ir.VectorType(I32, self.width), [i % count for i in range(self.width)])
-        return b.shuffle_vector(stored, ir.Constant(entries, ir.Undefined), order)
+        return b.shuffle_vector(stored, ir.Constant(vector, ir.Undefined), order)
 
     def quads(self, b: Any, address: Any, part: int, table: Any) -> list[Any]:
         """As `unpack`, looked up in `table`."""
-        stored = unpack(b, address, self.bits, part, self.width, self.isa.shifts_bytes)
+        if self.kind == TRELLIS:
+            stored = ring_indices(b, address, self.bits, part, self.isa)
+        else:
+            stored = unpack(b, address, self.bits, part, self.width, self.isa.shifts_bytes)
         return [self.isa.looked_up(b, table, index) for index in stored] if self.center else stored

@@ -8,9 +8,10 @@ For a group of a row, with sum = sum of (q - taken) x over its channels, exact, 
     HALF        y += scale / 2 * xscale * (2 sum + sum_x)             taken = 2^(bits - 1), half a step too much; exact
     TABLE       as SYMMETRIC, of entries of a table plus `taken`      taken = 32
     TABLE_WIDE  the same                                              taken = 128
+    TRELLIS     the same as TABLE, of the table of a trellis          taken = 32
 
 HALF_S4 is HALF whose scale is that of the row times what a code k of four bits stands for, (8 - k mod 4) / 8 * 2^-(k div 4): as
-a float that is 1.0 less k quarters of an exponent.
+a float that is 1.0 less k quarters of an exponent.  So is that of TRELLIS.
 
 In two levels scale = super_scale * 8 bits of the group and offset = super_offset * 8 bits of it, exact; the rest is as there.
 
@@ -34,10 +35,12 @@ from edgeq.targets.cpu.jit.simd import F16, F32, I8, I32, I64, call, constant, l
 from edgeq.targets.cpu.kernels.args import ProductArgs
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
-SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF, HALF_S4, TABLE, TABLE_WIDE = range(9)
+SYMMETRIC, ZERO, OFFSET, TWO_LEVELS, TWO_LEVELS_OFFSET, HALF, HALF_S4, TABLE, TABLE_WIDE, TRELLIS = range(10)
 """Literals of kernels."""
-TABLES = {TABLE: 6, TABLE_WIDE: 8}
+TABLES = {TABLE: 6, TABLE_WIDE: 8, TRELLIS: 6}
 """Kinds whose stored integers are indices of a table -> bits of its entries plus half their range, which are multiplied."""
+CODED = {HALF_S4: 0.5, TRELLIS: 1.0}
+"""Kinds with scales of four bits -> what those of rows are multiplied by."""
 ARRAYS = {
     "scale": "scales", "zero": "zeros", "offset": "zeros", "super_scale": "super_scales", "super_offset": "super_offsets",
     "table": "zeros",
@@ -51,6 +54,8 @@ def group_kind(codec: Codec) -> int:
     """The literal of an integer codec."""
     if codec.kind == "s4":
         return HALF_S4
+    if codec.kind == "trellis":
+        return TRELLIS
     if codec.kind == "table":
         return TABLE_WIDE if codec.wide else TABLE
     if codec.kind == "two-level":
@@ -61,6 +66,11 @@ def group_kind(codec: Codec) -> int:
 def multiplied_bits(bits: int, kind: int) -> int:
     """Bits of the integers that are multiplied, of weights with `bits` stored ones: `Codec.multiplied_bits` from literals."""
     return TABLES.get(kind, bits)
+
+
+def entries(bits: int, kind: int) -> int:
+    """Entries of the table of a block, of a kind in TABLES."""
+    return 1 << bits + (kind == TRELLIS)
 
 
 def group_args(codec: Codec, rows: int, columns: int, address: Callable[[str], int]) -> dict[str, int]:
@@ -79,7 +89,7 @@ class GroupAddresses:
     """Where the numbers of the groups of a block of weights are: of the first, and bytes from one group to the next; where what
     they are multiplied by is, and the chunks of a group.
 
-    rows   of scales of four bits: vectors of half the scale of each row
+    rows   of scales of four bits: vectors of what is multiplied by a code's share, for each row
     """
 
     scales: Any
@@ -133,11 +143,11 @@ class Groups:
         )  # fmt: skip
 
     def _row_scales(self, b: Any, base: Any) -> tuple[Any, ...]:
-        if self.kind != HALF_S4:
+        if self.kind not in CODED:
             return ()
         places = (plus(b, base, 2 * self.lanes * part) for part in range(ROWS // self.lanes))
         scales = (b.fpext(load(b, place, ir.VectorType(F16, self.lanes), 2), self.floats) for place in places)
-        return tuple(b.fmul(scale, constant(self.floats, 0.5)) for scale in scales)
+        return tuple(b.fmul(scale, constant(self.floats, CODED[self.kind])) for scale in scales)
 
     def load(self, b: Any, addresses: GroupAddresses, index: Any, part: int, ahead: bool = False) -> GroupNumbers:
         """The numbers of activation block `index` for rows [part * lanes, (part + 1) * lanes); `ahead`: also asks for later
@@ -146,7 +156,7 @@ class Groups:
         def of_groups(base: Any, step: Any, kind: Any) -> Any:
             return self._numbers(b, base, step, index, part, kind, ahead)
 
-        if self.kind == HALF_S4:
+        if self.kind in CODED:
             return GroupNumbers(b.fmul(self._coded(b, addresses, index, part, ahead), addresses.rows[part]), None)
         if self.two_levels:
             chunk = b.lshr(index, ir.Constant(I64, 1)) if self.half_chunks else b.mul(index, addresses.chunks)

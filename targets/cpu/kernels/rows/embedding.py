@@ -10,7 +10,18 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import get_bf16, get_f16, get_f32, get_i32, get_i64, get_u8, put_f32
 from edgeq.targets.cpu.kernels.args import F16_KIND, F32_KIND
-from edgeq.targets.cpu.kernels.products.groups import HALF, HALF_S4, OFFSET, TABLES, TWO_LEVELS, TWO_LEVELS_OFFSET, ZERO
+from edgeq.targets.cpu.kernels.products.groups import (
+    CODED,
+    HALF,
+    HALF_S4,
+    OFFSET,
+    TABLES,
+    TRELLIS,
+    TWO_LEVELS,
+    TWO_LEVELS_OFFSET,
+    ZERO,
+    entries,
+)
 
 
 @inline
@@ -76,12 +87,25 @@ def embed_float_tile(kind: int) -> Kernel:
     return kernel
 
 
+@inline
+def beside(chunk, lane, channel, bits):
+    """The bit that the rows above and below row `lane` of a block give an index of a trellis (edgeq/format/trellis.py)."""
+    place = chunk + channel % 4
+    shift = channel // 4
+    if bits == 2:
+        place, shift = place + channel // 16 * 64, channel // 4 % 4 * 2
+    elif bits == 3:
+        place += 128
+    return ((get_u8(place + 4 * ((lane + 1) % 16)) ^ get_u8(place + 4 * ((lane + 15) % 16))) >> shift) & 1
+
+
 def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
     """As `embed_float_tile`, of packed integers; group_kind: of groups.py."""
     wide, middle, low = (bits & 8) // 8, (bits & 4) // 4, bits % 4
     two, one = low // 2, low % 2
     two_levels, offsets = group_kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), group_kind in (OFFSET, TWO_LEVELS_OFFSET)
-    halves, looked_up = group_kind in (HALF, HALF_S4), group_kind in TABLES
+    halves, looked_up, coded = group_kind in (HALF, HALF_S4), group_kind in TABLES, group_kind in CODED
+    ring, count = group_kind == TRELLIS, entries(bits, group_kind)
 
     def kernel(record, part, parts, thread):
         args = EmbedTileArgs(record)
@@ -115,7 +139,7 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                     offset = np.float32(0)
                     if group_kind == TWO_LEVELS_OFFSET:
                         offset = get_f16(args.super_offsets + above) * np.float32(get_u8(zeros + place))
-                elif group_kind == HALF_S4:
+                elif coded:
                     code = get_u8(scales + c // group * 8 + lane % 8) >> (lane // 8 * 4) & 15
                     scale = (
                         get_f16(args.super_scales + supers + 2 * lane) * np.float32(8 - code % 4) / np.float32(8 << code // 4)
@@ -125,7 +149,9 @@ def embed_integer_tile(bits: int, group_kind: int) -> Kernel:
                     scale = get_f16(scales + 2 * place)
                     offset = get_f16(zeros + 2 * place) if group_kind == OFFSET else np.float32(0)
                 if looked_up:
-                    entry = get_u8(args.zeros + (token // 16 << bits) + q)
+                    if ring:
+                        q |= beside(block + c // 32 * bits * 64, lane, c % 32, bits) << bits
+                    entry = get_u8(args.zeros + token // 16 * count + q)
                     put_f32(out + 4 * c, scale * np.float32((entry ^ 128) - 128))
                 elif offsets:
                     put_f32(out + 4 * c, scale * np.float32(q) + offset)
