@@ -153,6 +153,8 @@ class Method:
     def codec(self, columns: int) -> Codec:
         """The codec of a weight of a decoder layer, or of its block of `columns`."""
         assert self.options.bits is not None
+        if self.options.trellis:
+            return Codec("trellis", self.options.bits, self.group_size(columns))
         if self.options.table:
             return Codec("table", self.options.bits, self.group_size(columns))
         if self.options.half:

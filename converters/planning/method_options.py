@@ -11,6 +11,7 @@ from typing import Any
 from edgeq.converters.planning.options import ONE_CODEC, ConvertOptions, spelled
 from edgeq.errors import InputError
 from edgeq.format.codec import BITS, TABLE_BITS
+from edgeq.format.trellis import TRELLIS_BITS
 
 _ROUNDED: dict[str, Any] = {
     "bits": 4,
@@ -23,7 +24,7 @@ _ROUNDED: dict[str, Any] = {
     "vision_activation_bits": None,
     "calibration": None,
 }
-_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "table": None, "scale_bits": None}
+_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "table": None, "trellis": None, "scale_bits": None}
 _ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 _ROTATED: dict[str, Any] = {
@@ -62,7 +63,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
 Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
-`kv_bits` 16, no `budget`, no `allocation`, no `half`, no `table`; `scale_bits` 16.
+`kv_bits` 16, no `budget`, no `allocation`, no `half`, no `table`, no `trellis`; `scale_bits` 16.
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""
@@ -93,6 +94,8 @@ def check_method_options(options: ConvertOptions) -> None:
         raise InputError("--table has entries that say where zero is: give it, --half or --sym/--asym")
     if options.table and options.bits is not None and options.bits not in TABLE_BITS:
         raise InputError(f"--table has at most 16 entries: {options.bits} bits are not supported; choose 2, 3 or 4")
+    if options.trellis:
+        _check_trellis(options)
     planned = [name for name in (options.allocation or {}).values() if name.endswith(" s4")]
     if planned and options.tune:
         raise InputError(f"--tune learns scales of 16 bits; the plan has {planned[0]}: leave --tune out")
@@ -116,3 +119,16 @@ def check_method_options(options: ConvertOptions) -> None:
     reads = options.calibration or options.method in CALIBRATED or options.gptq or options.activations in CONSTANT
     if not reads and (options.calibration_rows or options.calibration_length):
         raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")
+
+
+def _check_trellis(options: ConvertOptions) -> None:
+    if options.symmetric is not None or options.half or options.table:
+        raise InputError("--trellis has entries that say where zero is: give it, --table, --half or --sym/--asym")
+    if options.bits not in TRELLIS_BITS:
+        given = "4 are the default" if options.bits is None else f"{options.bits} were asked for"
+        raise InputError(f"--trellis stores 2 or 3 bits, {given}: give --bits 2 or --bits 3")
+    if options.scale_bits is not None:
+        raise InputError("--trellis has scales of 4 bits whatever else is given: leave --scale-bits out")
+    if options.group_size == 0 or options.tune:
+        lacking = "no --tune" if options.tune else "groups"
+        raise InputError(f"--trellis needs {lacking}: its scales are shares of the largest of a row, of 4 bits each")

@@ -19,7 +19,7 @@ NOT_RECORDED = ("open_method", "calibration", "merge_lora", "tokenizer", "device
 EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "tokenizer", "device", "revision", "restart", "force",
                 "token", "offline")  # fmt: skip
 """Options that do not depend on the method."""
-ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "scale_bits", "head")
+ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "trellis", "scale_bits", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 """Where calibration text can run."""
@@ -74,6 +74,7 @@ class ConvertOptions:
                       size that divides the columns
     symmetric, half   an integer stands for zero in every group, or the middle between two does; neither: zero points
     table             levels that are nearest to a Gaussian, of a table of signed bytes: 2 to 4 bits
+    trellis           twice as many, among which 16 output channels choose together, with scales of 4 bits: 2 or 3 bits
     scale_bits        of half grids: 16, or 4 and an f16 per output channel
     tune              GPTQ: learn the scales of every decoder layer on its output (edgeq.converters.methods.tuning)
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
@@ -116,6 +117,7 @@ class ConvertOptions:
     symmetric: bool | None = None
     half: bool | None = None
     table: bool | None = None
+    trellis: bool | None = None
     scale_bits: Literal[4, 16] | None = None
     act_order: bool | None = None
     tune: bool | None = None
@@ -167,7 +169,7 @@ class ConvertOptions:
 
     def recorded(self) -> dict[str, object]:
         """The options that decide what is in the file."""
-        alone = ("symmetric",) if self.half or self.table else ()
+        alone = ("symmetric",) if self.half or self.table or self.trellis else ()
         chosen = ONE_CODEC if self.allocation is not None or self.budget is not None else alone
         return {key: value for key, value in asdict(self).items() if key not in (*NOT_RECORDED, *chosen) and value is not None}
 

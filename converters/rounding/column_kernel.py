@@ -12,13 +12,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from edgeq.converters.rounding.tables import GAUSSIAN_SCALES
+from edgeq.converters.rounding.tables import GAUSSIAN_SCALES, TRELLIS_SCALES
 from edgeq.format.codec import SCALE_CODES, Codec, ZeroKind
 from edgeq.format.quantization import MIN_RANGE
 
-ASYMMETRIC, SYMMETRIC, HALF, TABLE = range(4)
+ASYMMETRIC, SYMMETRIC, HALF, TABLE, TRELLIS = range(5)
 """Where the zero of a grid lies: at an integer that is searched, at 2^(bits - 1), half a step below that, or where a table says
-it does."""
+it does; of a trellis, among levels that stand for its table's while scales are searched (tables.py)."""
 FORMS: dict[ZeroKind, int] = {"integer": ASYMMETRIC, "symmetric": SYMMETRIC, "half": HALF}
 SHARES = 20
 """Shares of a group's range that are tried, from the whole one down; the smallest is MIN_SHARE."""
@@ -35,6 +35,8 @@ GAUSSIAN_STEPS = np.array([0, 0, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 
 
 def form_of(codec: Codec) -> int:
     """The form of the grids of a codec."""
+    if codec.coupled:
+        return TRELLIS
     return TABLE if "table" in codec.parts(1, 1) else FORMS[codec.zero_kind]
 
 
@@ -72,7 +74,7 @@ def _level(code: Any, zero: Any, levels: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _least_share(group: Any, costs: Any, top: Any, largest: Any, levels: Any) -> Any:
+def _least_share(group: Any, costs: Any, top: Any, form: Any, largest: Any, levels: Any) -> Any:
     """The smallest share of the range of a half grid or a table: few bits clip most of a range that single weights of many
     decide."""
     square, cost = _F32(0), _F32(0)
@@ -82,7 +84,9 @@ def _least_share(group: Any, costs: Any, top: Any, largest: Any, levels: Any) ->
     if not (cost > 0 and largest > 0):
         return _F32(MIN_SHARE)
     bits = int(round(math.log2(top + _F32(1))))
-    steps = GAUSSIAN_SCALES[bits] if len(levels) > 0 else GAUSSIAN_STEPS[bits]
+    steps = GAUSSIAN_STEPS[bits]
+    if len(levels) > 0:
+        steps = TRELLIS_SCALES[bits] if form == TRELLIS else GAUSSIAN_SCALES[bits]
     step = _F32(math.sqrt(square / cost)) * steps * _F32(MIN_STEP)
     return min(step * _reach(top, levels) / largest, _F32(MIN_SHARE))
 
@@ -94,7 +98,7 @@ def _reach(top: Any, levels: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any, levels: Any) -> Any:
+def search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any, levels: Any) -> Any:
     """(scale, zero) of the share of the group's range with the least sum of costs * error^2.
 
     row     what scales of four bits are shares of: all that they can be are tried; else 0
@@ -104,14 +108,14 @@ def _search(group: Any, costs: Any, top: Any, form: Any, shares: Any, row: Any, 
     for w in group:
         low, high = min(low, w), max(high, w)
     least = _F32(MIN_SHARE)
-    if form in (HALF, TABLE):
-        least = _least_share(group, costs, top, max(-low, high), levels)
+    if form in (HALF, TABLE, TRELLIS):
+        least = _least_share(group, costs, top, form, max(-low, high), levels)
     best, best_scale, best_zero = _F32(np.inf), _F32(np.nan), _F32(0)
     for step in range(len(SCALE_CODES) if row > 0 else shares):
         share = _F32(1) - _F32(step) * _STEP
         if row > 0:
             scale, zero = row * SCALE_CODES[step], top / _F32(2)
-        elif form in (HALF, TABLE):
+        elif form in (HALF, TABLE, TRELLIS):
             share = _F32(least ** (_F32(step) / _F32(shares - 1)))
             scale = _to_f16(max(max(-low, high) * share, _RANGE) / _reach(top, levels))
             zero = top / _F32(2)
@@ -145,7 +149,7 @@ def search_grids(
     """Fill scale and zero [rows] with the grid of each row of weight [rows, columns], one group each; costs [columns];
     form: of `form_of`; of_row [rows]: what scales of four bits are shares of, else 0; levels: of a table, else none."""
     for row in range(len(weight)):
-        scale[row], zero[row] = _search(weight[row], costs, top, form, shares, of_row[row], levels)
+        scale[row], zero[row] = search(weight[row], costs, top, form, shares, of_row[row], levels)
 
 
 @njit(nogil=True, cache=True)
@@ -191,7 +195,7 @@ def round_block(
             g = group_of[i]
             if begins[i] > 0:
                 ends = i + begins[i]
-                scale[row, g], zero[row, g] = _search(w[i:ends], costs[i:ends], top, form, shares, of_row[row], levels)
+                scale[row, g], zero[row, g] = search(w[i:ends], costs[i:ends], top, form, shares, of_row[row], levels)
             code = _code(w[i], scale[row, g], zero[row, g], top, levels)
             back = _level(code, zero[row, g], levels) * scale[row, g]
             error = (w[i] - back) / u[i, i]
@@ -203,7 +207,7 @@ def round_block(
 
 
 @njit(nogil=True, cache=True)
-def _refit(steps: Any, first: Any, scale: Any, row: Any, slope: Any, moments: Any, product: Any) -> Any:
+def refit(steps: Any, first: Any, scale: Any, row: Any, slope: Any, moments: Any, product: Any) -> Any:
     """The scale of a group after its step to the least error; `slope` [columns] follows.
 
     With the integers less the zero point, or the entries of a table, as T, 0 outside of the group, its weights are scale T, and
@@ -273,7 +277,7 @@ def improve_block(
                 size = begins[i]
                 for k in range(size):
                     steps[k] = _level(_F32(integers[row, i + k]), zero[row, g], levels)
-                scale[row, g] = _refit(steps[:size], i, scale[row, g], of_row[row], slope, moments, product)
+                scale[row, g] = refit(steps[:size], i, scale[row, g], of_row[row], slope, moments, product)
                 for k in range(size):
                     w[i + k] = steps[k] * scale[row, g]
             if fixed[i]:

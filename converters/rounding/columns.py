@@ -28,7 +28,9 @@ from torch import Tensor
 from edgeq.converters.rounding import column_kernel as kernel
 from edgeq.converters.rounding.linears import Recipe
 from edgeq.converters.rounding.quantizer import Grid, Quantized, grid, levels_of, overflow, quantize, restored
-from edgeq.format.codec import Codec
+from edgeq.converters.rounding.ring import improve_rings, round_rings
+from edgeq.converters.rounding.tables import trellis_levels, trellis_proxy
+from edgeq.format.codec import ROWS, Codec
 
 BLOCK = 128
 DAMPINGS = (0.01, 0.1, 1.0)
@@ -103,6 +105,8 @@ def quantize_matrix(weight: Tensor, factor: Factor | None, recipe: Recipe, title
     rounded = torch.empty_like(weight)
     found: list[list[Quantized]] = [[] for _ in recipe.blocks(weight.shape[1])]
     height = max(1, SLAB_ELEMENTS // weight.shape[1])
+    if recipe.codec.coupled:
+        height = max(ROWS, height // ROWS * ROWS)
     for top in range(0, len(weight), height):
         slab = weight[top : top + height]
         if factor is None:
@@ -208,11 +212,16 @@ class _Slab:
         columns, fixed = self._taken[span], self._factor.dead[span].cpu().numpy()
         moments = self._factor.moments[columns][:, columns].cpu().numpy()
         begins, top, group_of = np.zeros(w.shape[1], np.int64), self._top(span), self._group_of[span]
-        levels = self._levels(self._groups[group_of[0]].codec)
+        codec = self._groups[group_of[0]].codec
+        levels = self._levels(codec)
         for group in self._begun(span):
             begins[group.start - span.start] = group.stop - group.start
 
         def share(rows: slice) -> None:
+            if codec.coupled:
+                found = self._scale[rows], self._of_row[rows], trellis_levels(codec.bits), codec.bits
+                improve_rings(w[rows], gradient[rows], moments, fixed, begins, group_of, *found, integers[rows])
+                return
             grids = self._scale[rows], self._zero[rows], self._of_row[rows], levels
             kernel.improve_block(w[rows], gradient[rows], moments, fixed, begins, group_of, *grids, top, integers[rows])
 
@@ -259,6 +268,10 @@ class _Slab:
         top, costs, group_of = self._top(span), self._costs[span], self._group_of[span]
 
         def share(rows: slice) -> None:
+            if codec.coupled:
+                found = self._scale[rows], self._of_row[rows], trellis_levels(codec.bits), levels, (top, form, kernel.SHARES)
+                round_rings(w[rows], u, costs, begins, group_of, *found, codec.bits, integers[rows])
+                return
             grids = self._scale[rows], self._zero[rows], self._of_row[rows], levels
             kernel.round_block(w[rows], u, costs, begins, group_of, *grids, top, form, kernel.SHARES, integers[rows])
 
@@ -284,20 +297,24 @@ class _Slab:
         groups = [group.index for group in self._groups if block.start <= group.start < block.stop]
         scale, zero = (torch.from_numpy(np.ascontiguousarray(a[:, groups])) for a in (self._scale, self._zero))
         row = torch.from_numpy(self._of_row)[:, None] if self._coded else None
-        return Grid(scale, zero, codec.bits, row, levels_of(codec)).stored(integers, codec)
+        return Grid(scale, zero, codec.bits, row, levels_of(codec), codec.coupled).stored(integers, codec)
 
     def _levels(self, codec: Codec) -> NDArray[np.float32]:
-        """Entries of the table that weights are rounded to; none: to integers."""
+        """Entries of the table that weights are rounded to, of a trellis what stands for them in a search of scales; none: to
+        integers."""
+        if codec.coupled:
+            return trellis_proxy(codec.bits)
         levels = levels_of(codec)
         return np.empty(0, np.float32) if levels is None else levels.numpy()
 
 
 def _in_threads(share: Callable[[slice], None], rows: int) -> None:
-    """Call `share` with parts of the rows, as many at a time as torch has threads."""
-    threads = min(torch.get_num_threads(), rows)
+    """Call `share` with parts of the rows, whole blocks, as many at a time as torch has threads."""
+    blocks = -(-rows // ROWS)
+    threads = min(torch.get_num_threads(), blocks)
     if threads == 1:
         share(slice(0, rows))
         return
-    size = -(-rows // threads)
+    size = -(-blocks // threads) * ROWS
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(share, (slice(start, start + size) for start in range(0, rows, size))))

@@ -25,6 +25,7 @@ from edgeq.converters.checkpoint.slabs import (
 )
 from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.rounding.presets import MIN_MAX, Preset
+from edgeq.errors import CheckpointError
 from edgeq.format.codec import CHUNK, ROWS, AnyArray, Codec, pack_beside, pack_floats, pack_integers
 from edgeq.format.records import Activation, ArrayRef, LinearSpec, LowRank, SplitRow, Transform, Weight
 from edgeq.format.writer import Writer
@@ -114,6 +115,15 @@ class LinearItem:
     recipe: Recipe
     biases: tuple[tuple[str, int], ...] = ()
     bias_dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        # Methods round tensors one after another, and their rows lie in blocks together.
+        odd = [f"{name} with {rows}" for name, rows in self.tensors[:-1] if rows % ROWS]
+        if self.recipe.codec.coupled and odd:
+            raise CheckpointError(
+                f"{self.name}: codec {self.recipe.codec.name} rounds {ROWS} output channels together; it needs tensors of "
+                f"multiples of {ROWS}, found {odd[0]}: use --table or --half"
+            )
 
     @property
     def rows(self) -> int:

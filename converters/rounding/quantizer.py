@@ -15,8 +15,9 @@ the method was):
                     sum |error|^2.4 (Ashkboos et al. 2024, arXiv 2404.00456; the search is that of the GPTQ family's code)
     half            scale 2 max|w| / (2^b - 1), of a grid whose zero lies half way between two integers
     table           scale max|w| / the largest entry of a table, that of a Gaussian (tables.py); the nearest entry is taken
+    trellis         the same; of the entries those that 16 rows together are nearest to (ring.py)
     ...-weighed     over the part of that range with the least sum of cost * error^2, where columns have costs (columns.py); of
-                    half and of table down to what suits the weights' mean square
+                    half, table and trellis down to what suits the weights' mean square
 
 The last group of a row is shorter where the group size does not divide the columns.
 
@@ -32,15 +33,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from edgeq.converters.checkpoint.source import StoredArrays
 from edgeq.converters.rounding.presets import MIN_MAX, Preset
-from edgeq.converters.rounding.tables import gaussian_levels
+from edgeq.converters.rounding.ring import nearest_rings
+from edgeq.converters.rounding.tables import gaussian_levels, trellis_levels
 from edgeq.errors import CheckpointError
-from edgeq.format.codec import SCALE_CODES, Codec
+from edgeq.format.codec import SCALE_CODES, Codec, dequantized
 from edgeq.format.quantization import MIN_RANGE
+from edgeq.format.trellis import by_subset, ring_indices
 
 SLAB_ROWS = 1024
 SEARCH_STEPS = 80
@@ -53,7 +57,8 @@ SEARCH_ELEMENTS = 1 << 22
 class Quantized:
     """q uint8 [rows, columns]; scale f16 and zero u8 (asymmetric only) [rows, groups]: what edgeq.format.codec packs.
 
-    Scales of four bits: their codes, u8, and super_scale f16 [rows, 1].  Of a table its entries, int8 [rows, 2**bits]."""
+    Scales of four bits: their codes, u8, and super_scale f16 [rows, 1].  Of a table its entries, int8 [rows, 2**bits],
+    of a trellis twice as many."""
 
     q: Tensor
     scale: Tensor
@@ -94,6 +99,7 @@ class Grid:
 
     row     float32 [rows, 1]: of scales of four bits what they are a share of
     levels  float32 [2^bits]: of a table its entries, the least first, whose indices the integers are
+    ring    levels are entries of a trellis, float32 [2^(bits + 1)] in the order of indices; the first row is that of a block
     """
 
     scale: Tensor
@@ -101,6 +107,7 @@ class Grid:
     bits: int
     row: Tensor | None = None
     levels: Tensor | None = None
+    ring: bool = False
 
     @classmethod
     def joined(cls, grids: Sequence[Grid], dimension: int) -> Grid:
@@ -108,10 +115,12 @@ class Grid:
         if len(grids) == 1:
             return grids[0]
         scale, zero = torch.cat([g.scale for g in grids], dimension), torch.cat([g.zero for g in grids], dimension)
-        return cls(scale, zero, grids[0].bits, grids[0].row, grids[0].levels)
+        return replace(grids[0], scale=scale, zero=zero)
 
     def integers(self, groups: Tensor) -> Tensor:
         """Weights [rows, groups, any] -> stored integers as float32."""
+        if self.ring:
+            return self._of_rings(groups)
         if self.levels is not None:
             between = (self.levels[:-1] + self.levels[1:]) / 2
             return torch.bucketize(groups / self.scale[..., None], between).to(groups.dtype)
@@ -127,6 +136,9 @@ class Grid:
 
     def weights(self, integers: Tensor) -> Tensor:
         """The inverse: what is read back, [rows, groups, any]."""
+        if self.ring:
+            q = integers.flatten(1).cpu().numpy().astype(np.uint8)
+            integers = torch.from_numpy(ring_indices(q, self.bits)).to(integers.device).view(integers.shape)
         if self.levels is not None:
             return self.levels[integers.long()] * self.scale[..., None]
         return (integers - self.zero[..., None]) * self.scale[..., None]
@@ -134,11 +146,18 @@ class Grid:
     def stored(self, integers: Tensor, codec: Codec) -> Quantized:
         """`integers` [rows, columns] on this grid as the arrays of `codec`."""
         q = integers.to(torch.uint8)
+        table = None if self.levels is None else self.levels.to(torch.int8).repeat(len(q), 1)
         if self.row is not None:
-            return Quantized(q, scale_codes(self.scale, self.row), super_scale=self.row.half())
-        if self.levels is not None:
-            return Quantized(q, self.scale.half(), table=self.levels.to(torch.int8).repeat(len(q), 1))
+            return Quantized(q, scale_codes(self.scale, self.row), super_scale=self.row.half(), table=table)
+        if table is not None:
+            return Quantized(q, self.scale.half(), table=table)
         return Quantized(q, self.scale.half(), self.zero.to(torch.uint8) if codec.zero_kind == "integer" else None)
+
+    def _of_rings(self, groups: Tensor) -> Tensor:
+        weight, scale = (a.flatten(1).cpu().contiguous().numpy() for a in (groups, self.scale[..., None].expand_as(groups)))
+        levels, q = trellis_levels(self.bits), np.empty(weight.shape, np.uint8)
+        nearest_rings(weight.astype(np.float32), scale, levels, self.bits, q)
+        return torch.from_numpy(q).to(groups.device, groups.dtype).view(groups.shape)
 
 
 def quantize(weight: Tensor, codec: Codec, name: str, preset: Preset = MIN_MAX) -> Quantized:
@@ -159,6 +178,8 @@ def fake(weight: Tensor, codec: Codec, preset: Preset = MIN_MAX) -> Tensor:
 
 def restored(quantized: Quantized, codec: Codec) -> Tensor:
     """What is read back of stored integers, float32 [rows, columns]."""
+    if codec.coupled:
+        return torch.from_numpy(dequantized(codec, quantized.q.shape[1], quantized.arrays))
     scale = quantized.scale.float()
     if quantized.super_scale is not None:
         scale = scale_levels(scale)[quantized.scale.long()] * quantized.super_scale.float()
@@ -171,7 +192,9 @@ def restored(quantized: Quantized, codec: Codec) -> Tensor:
 
 
 def levels_of(codec: Codec) -> Tensor | None:
-    """Entries of the table to which weights are rounded, float32 [2**bits]; None: to integers."""
+    """Entries of the table to which weights are rounded, float32 in the order of indices; None: to integers."""
+    if codec.coupled:
+        return torch.from_numpy(trellis_levels(codec.bits)[np.argsort(by_subset(codec.bits))])
     return torch.from_numpy(gaussian_levels(codec.bits)) if "table" in codec.parts(1, 1) else None
 
 
@@ -242,8 +265,8 @@ def _grid_of(groups: Tensor, codec: Codec, preset: Preset, share: float) -> Grid
     """The grids over `share` of each group's range."""
     if (levels := levels_of(codec)) is not None:
         span = groups.abs().amax(-1).mul(share).clamp(min=MIN_RANGE)
-        scale = (span / levels[-1]).half().float()
-        return Grid(scale, torch.zeros_like(scale), codec.bits, levels=levels.to(groups.device))
+        scale = (span / levels.max()).half().float()
+        return Grid(scale, torch.zeros_like(scale), codec.bits, levels=levels.to(groups.device), ring=codec.coupled)
     if codec.symmetric:
         span = groups.abs().amax(-1).mul(share).clamp(min=MIN_RANGE)
         steps = ((1 << codec.bits) - 1) / 2 if preset.full_range or codec.zero_kind == "half" else (1 << (codec.bits - 1)) - 1

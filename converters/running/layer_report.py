@@ -57,7 +57,8 @@ class WeightError:
 
         rows = slice(None, None, EVERY)
         self._weights += float(weight[rows].square().sum())
-        self._errors += float((restored(quantized.rows(rows), codec) - weight[rows]).square().sum())
+        found = restored(quantized, codec)[rows] if codec.coupled else restored(quantized.rows(rows), codec)
+        self._errors += float((found - weight[rows]).square().sum())
 
     @property
     def relative(self) -> float | None:

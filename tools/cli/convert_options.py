@@ -108,6 +108,13 @@ CONVERT_OPTIONS = decorated(
         "of --half.  Not on GPUs.",
     ),
     quantization(
+        "--trellis",
+        is_flag=True,
+        default=None,
+        help="rtn, gptq, awq, awq+gptq, with --bits 2 or 3: twice the levels, among which 16 output channels choose together, "
+        "and scales of 4 bits: loses least at 2 to 3.5 bits per weight.  Not on GPUs.",
+    ),
+    quantization(
         "--scale-bits",
         type=int,
         metavar="N",

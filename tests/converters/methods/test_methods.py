@@ -234,6 +234,17 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
         ({"table": True, "bits": 5}, r"at most 16 entries: 5 bits are not supported; choose 2, 3 or 4"),
         ({"table": True, "scale_bits": 4}, r"--scale-bits 4 needs --half"),
         ({"method": "ttq", "table": True}, r"--table goes with --method rtn, awq, gptq, awq\+gptq; --method ttq"),
+        ({"trellis": True}, r"--trellis stores 2 or 3 bits, 4 are the default: give --bits 2 or --bits 3"),
+        ({"trellis": True, "bits": 5}, r"stores 2 or 3 bits, 5 were asked for"),
+        ({"trellis": True, "bits": 2, "half": True}, r"give it, --table, --half or --sym/--asym"),
+        ({"trellis": True, "bits": 2, "symmetric": True}, r"give it, --table, --half or --sym/--asym"),
+        ({"trellis": True, "bits": 2, "scale_bits": 4}, r"--trellis has scales of 4 bits whatever else is given"),
+        ({"trellis": True, "bits": 2, "group_size": 0}, r"--trellis needs groups"),
+        ({"method": "gptq", "trellis": True, "bits": 2, "tune": True}, r"--trellis needs no --tune"),
+        (
+            {"method": "ttq", "trellis": True, "bits": 2},
+            r"--trellis goes with --method rtn, awq, gptq, awq\+gptq; --method ttq",
+        ),
         ({"half": True, "scale_bits": 4, "group_size": 0}, r"--scale-bits 4 needs groups"),
         ({"method": "gptq", "half": True, "scale_bits": 4, "tune": True}, r"--scale-bits 4 needs no --tune"),
         (

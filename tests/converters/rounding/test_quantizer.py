@@ -15,14 +15,16 @@ from edgeq.converters.rounding.quantizer import fake, quantize
 from edgeq.converters.rounding.tables import GAUSSIAN_SCALES, GAUSSIAN_TABLES
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import BITS, TABLE_BITS, Codec, dequantize, pack_beside, pack_integers
+from edgeq.format.trellis import TRELLIS_BITS
 
 CODECS = [Codec("int", bits, group, symmetric) for bits in BITS for group in (0, 16, 64) for symmetric in (True, False)]
 HALVES = [Codec("half", bits, group) for bits in BITS for group in (0, 16, 64)]
 TABLES = [Codec("table", bits, group) for bits in TABLE_BITS for group in (0, 16, 64)]
+TRELLISES = [Codec("trellis", bits, group) for bits in TRELLIS_BITS for group in (16, 64, 128)]
 FOUR_BITS = [Codec("s4", bits, group) for bits in BITS for group in (16, 64, 128)]
 
 
-@pytest.mark.parametrize("codec", [*CODECS, *HALVES, *FOUR_BITS, *TABLES], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [*CODECS, *HALVES, *FOUR_BITS, *TABLES, *TRELLISES], ids=lambda c: c.name)
 def test_fake_quantization_is_bit_for_bit_what_the_packed_arrays_dequantize_to(codec: Codec) -> None:
     generator = torch.Generator().manual_seed(codec.bits)
     weight = torch.randn(37, 192, generator=generator) * torch.logspace(-6, 3, 37)[:, None]
