@@ -24,8 +24,11 @@ class Preset:
 
     def title(self, codec: Codec) -> str:
         """The name of the rounding, as in the list of quantizer.py; `min-max-search` is one over a codec with zero points."""
-        if codec.kind in ("table", "trellis", "half", "s4"):
-            name = codec.kind if codec.kind in ("table", "trellis") else "half"
+        name: str
+        if codec.kind in ("table", "trellis"):
+            name = codec.kind
+        elif codec.kind in ("half", "s4"):
+            name = "half"
         elif codec.symmetric:
             name = "absmax-full" if self.full_range else "absmax"
         else:

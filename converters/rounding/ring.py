@@ -38,7 +38,7 @@ def _coded(stored: Any, bits: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def level_at(integers: NDArray[np.uint8], first: int, row: int, column: int, bits: int) -> int:
+def level_at(integers: NDArray[np.uint8], first: int, row: int, column: int, bits: int) -> Any:
     """The level, as its place in order, of row `row` of the ring that begins at row `first` of what is stored."""
     mine, beside = np.int64(integers[first + row, column]), np.int64(0)
     for step in (1, RING - 1):

@@ -43,4 +43,5 @@ def trellis_levels(bits: int) -> NDArray[np.float32]:
 def trellis_proxy(bits: int) -> NDArray[np.float32]:
     """Levels among which scales of a trellis are searched, float32 [2**bits]: those of a table of as many bits, where a row
     decides alone, in the unit of the trellis' own."""
-    return gaussian_levels(bits) * GAUSSIAN_SCALES[bits] / TRELLIS_SCALES[bits]
+    unit = np.float32(GAUSSIAN_SCALES[bits] / TRELLIS_SCALES[bits])
+    return gaussian_levels(bits) * unit

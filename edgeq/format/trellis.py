@@ -35,7 +35,7 @@ def ring_indices(q: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     coded: NDArray[Any] = np.pad(q >> coded_bit(bits) & 1, ((0, -len(q) % RING), (0, 0)))
     rings = coded.reshape(-1, RING, q.shape[1])
     beside = np.roll(rings, -1, axis=1) ^ np.roll(rings, 1, axis=1)
-    return q | beside.reshape(coded.shape)[: len(q)] << bits
+    return (q | beside.reshape(coded.shape)[: len(q)] << bits).astype(np.uint8)
 
 
 def by_subset(bits: int) -> NDArray[np.int64]:
