@@ -31,6 +31,9 @@ GLM_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 COHERE = ATTENTION | MLP | {"attn_norm": "input_layernorm"}
 HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
+GPT2_SIZES = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
+GPT2_SIZES |= {"n_positions": "context_length", "n_inner": "feed_forward_length"}
+"""Key of config.json -> llama.cpp's."""
 GEMMA_27B_LAYERS = 62
 STARCODER2_WINDOW = 4096
 """Published models have this one, which llama.cpp does not store."""
@@ -184,9 +187,12 @@ def starcoder2(keys: GgufKeys) -> Settings:
 
 def gpt2(keys: GgufKeys) -> Settings:
     """llama.cpp's converter turns matrices."""
-    sizes = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
-    sizes |= {"n_positions": "context_length", "n_inner": "feed_forward_length"}
-    return {name: keys.integer(key) for name, key in sizes.items()} | {"fan_in_fan_out": False}
+    return {name: keys.integer(key) for name, key in GPT2_SIZES.items()} | {"fan_in_fan_out": False}
+
+
+def starcoder(keys: GgufKeys) -> Settings:
+    keys.only("attention.head_count_kv", 1)
+    return {name: keys.integer(key) for name, key in GPT2_SIZES.items()} | {"multi_query": True}
 
 
 def gptneox(keys: GgufKeys) -> Settings:
@@ -199,6 +205,17 @@ def gptneox(keys: GgufKeys) -> Settings:
     }
 
 
+GPT2 = Architecture(
+    "GPT2LMHeadModel",
+    "gpt2",
+    {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"}
+    | {"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    gpt2,
+    epsilon="layer_norm_epsilon",
+    ends={EMBEDDING: "transformer.wte.weight", "position_embd.weight": "transformer.wpe.weight", HEAD: "lm_head.weight"}
+    | {NORM: "transformer.ln_f.weight", "output_norm.bias": "transformer.ln_f.bias"},
+    layers="transformer.h.",
+)
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, nothing_else, interleaved=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, no_windows, interleaved=True),
@@ -250,17 +267,8 @@ ARCHITECTURES = {
         epsilon="norm_epsilon",
         ends=ENDS | NORM_BIAS,
     ),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel",
-        "gpt2",
-        {"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"}
-        | {"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        gpt2,
-        epsilon="layer_norm_epsilon",
-        ends={EMBEDDING: "transformer.wte.weight", "position_embd.weight": "transformer.wpe.weight", HEAD: "lm_head.weight"}
-        | {NORM: "transformer.ln_f.weight", "output_norm.bias": "transformer.ln_f.bias"},
-        layers="transformer.h.",
-    ),
+    "gpt2": GPT2,
+    "starcoder": replace(GPT2, family="GPTBigCodeForCausalLM", model_type="gpt_bigcode", settings=starcoder),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",
         "gpt_neox",

@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": ("hunyuan-dense", "HUNYUAN_DENSE"),
     "gpt2": ("gpt2", "GPT2"),
     "gpt_neox": ("gptneox", "GPTNEOX"),
+    "gpt_bigcode": ("starcoder", "STARCODER"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
@@ -82,8 +83,10 @@ def write_gguf(
 ) -> None:
     """Write the checkpoint in `folder`; `choose`: type of a tensor by its name and values; `change`: the metadata."""
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] == "gpt2":
+    if config["model_type"] in ("gpt2", "gpt_bigcode"):
         config |= {key: config[theirs] for key, theirs in GPT2_KEYS.items()}
+    if config.get("multi_query"):
+        config["num_key_value_heads"] = 1
     own, name = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, own)
     keys = metadata(config, own)
@@ -133,10 +136,11 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "rope.dimension_count": round(head_dim * full.get("partial_rotary_factor", 1)),
         "vocab_size": config["vocab_size"],
     }
-    if own in ("gpt2", "gptneox"):
+    if own in ("gpt2", "starcoder", "gptneox"):
         # Those of llama.cpp's converter; it leaves the base of GPT-NeoX out, and here it may differ.
-        absent = ["attention.head_count_kv", "attention.key_length", "attention.value_length"]
-        absent += ["rope.freq_base", "rope.dimension_count"] if own == "gpt2" else []
+        absent = ["attention.key_length", "attention.value_length"]
+        absent += ["attention.head_count_kv"] if own != "starcoder" else []
+        absent += ["rope.freq_base", "rope.dimension_count"] if own != "gptneox" else []
         keys = {key: value for key, value in keys.items() if key not in absent}
     if own == "gptneox":
         keys["use_parallel_residual"] = config["use_parallel_residual"]

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm_parallel": {},
     "starcoder2": {"sliding_window": 4096},
     "gpt2": {},
+    "bigcode": {"n_inner": 384},
     "neox": {},
     "neox_sequential": {"hidden_act": "gelu", "attention_bias": True},
 }
@@ -120,6 +121,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ),
     ("starcoder2", {"starcoder2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
     ("neox", {"gptneox.use_parallel_residual": 1}, CheckpointError, "use_parallel_residual is 1; expected true or false"),
+    ("bigcode", {"starcoder.attention.head_count_kv": 4}, UnsupportedError, "head_count_kv is 4; supported: 1"),
     ("gpt2", {"gpt2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
