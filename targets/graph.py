@@ -213,9 +213,9 @@ class CacheWrite(Operation):
 class Attention(Operation):
     """out = softmax(q k^T * scale) v over the slots that the row sees.
 
-    span     -1, causal: slots 0 ... its own, with a `window` above 0 only the last that many; else the kind of `Rows.spans`
-             that says which slots
+    span     -1, causal: slots 0 ... its own, with a `window` above 0 the last that many; else which kind of `Rows.spans`
     cache    index of the layer in `Graph.cache`
+    sinks    array [heads]: scores whose shares of the softmax go nowhere (gpt-oss); None: there are none
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
     Where all scores of a query are -1e30 or less, its result is NaN.
@@ -231,6 +231,7 @@ class Attention(Operation):
     window: int
     cache: int
     span: int = -1
+    sinks: ArrayRef | None = None
 
 
 Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu"]
@@ -246,17 +247,21 @@ relu                max(x, 0)
 
 @dataclass(frozen=True)
 class Activate(Operation):
-    """out = f(x[:, :width]); `gated`: times x[:, width : 2 width] (Shazeer 2020)."""
+    """out = f(x[:, :width]); `gated`: times x[:, width : 2 width] (Shazeer 2020).
+
+    clamp   (alpha, limit): of these two g, at most limit, and u, within +-limit, out = g sigmoid(alpha g) (u + 1) (gpt-oss)
+    """
 
     x: str
     width: int
     out: str
     function: Function = "silu"
     gated: bool = True
+    clamp: tuple[float, float] | None = None
 
     @property
     def swiglu(self) -> bool:
-        return self.gated and self.function == "silu"
+        return self.gated and self.function == "silu" and self.clamp is None
 
 
 @dataclass(frozen=True)
@@ -275,7 +280,7 @@ class Route(Operation):
 class Experts(Operation):
     """out += sum over the experts e that `routing` names for the row of share * down_e(silu(gate_e x) * up_e x).
 
-    projections   of each expert: gate and up in one layer, or one after the other;  width: channels of each
+    projections   of each expert: gate and up in one layer, or one after the other, `width` channels each;  clamp: of Activate
     """
 
     x: str
@@ -285,6 +290,7 @@ class Experts(Operation):
     downs: tuple[LinearSpec, ...]
     width: int
     out: str
+    clamp: tuple[float, float] | None = None
 
     READS = ("x", "routing", "out")
 

@@ -231,6 +231,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {"num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 96, "head_dim": 64}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
+        | {"swiglu_limit": 0.6, "swiglu_alpha": 1.3, "rms_norm_eps": 3e-5, "tie_word_embeddings": False}
+        | {"rope_parameters": {**YARN, "truncate": False}},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64, "norm_topk_prob": True},
@@ -280,6 +287,8 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
             elif parameter_name.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))
+            elif parameter_name.endswith("sinks"):
+                parameter.data = torch.linspace(-2, 4, len(parameter))
             elif "conv1d" in parameter_name:
                 parameter.data = 0.6 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

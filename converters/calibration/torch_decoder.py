@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.converters.calibration.torch_states import TorchDeltaNet, TorchShortConv
+from edgeq.converters.calibration.torch_states import Gain, TorchDeltaNet, TorchShortConv
 from edgeq.network.rope import Rope, frequencies, rotation
 from edgeq.network.stack import Stack
 
@@ -50,10 +50,13 @@ class TorchAttention(nn.Module):
         self.q_norm = Norm(config, of_queries) if config.qk_norm else None
         self.k_norm = Norm(config, of_keys) if config.qk_norm else None
         self.norm_kind = config.qk_norm_kind
+        self.sinks = Gain(config.num_attention_heads) if config.attention_sinks else None
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
         """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
         queries, keys, values = self._heads(hidden_states, position_embeddings)
+        if self.sinks is not None:
+            keys, values, attention_mask = self._with_sinks(self.sinks.weight, keys, values, attention_mask)
         attended = functional.scaled_dot_product_attention(
             queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
         )
@@ -79,8 +82,20 @@ class TorchAttention(nn.Module):
                 scores = q[:, some].unflatten(0, (len(k), -1)) @ k[:, None].mT * self.scale
                 if attention_mask is not None:
                     scores.masked_fill_(~attention_mask[0, :, some], -torch.inf)
+                if self.sinks is not None:
+                    sinks = self.sinks.weight.view(len(k), -1, 1, 1).expand(*scores.shape[:-1], 1)
+                    total += torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].square_().sum((0, 1, 2)) / heads
+                    continue
                 total += scores.softmax(-1).square_().sum((0, 1, 2)) / heads
         return found
+
+    def _with_sinks(self, sinks: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and a mask of scores with one more of each, zeros: its score of a head is the head's sink."""
+        rows, _, tokens, _ = keys.shape
+        seen = keys.new_zeros(rows, 1, tokens, tokens) if mask is None else torch.where(mask, 0.0, -torch.inf)
+        scores = sinks.view(1, -1, 1, 1).expand(len(seen), -1, tokens, 1)
+        added = torch.cat((seen.expand(-1, len(sinks), -1, -1), scores), -1)
+        return functional.pad(keys, (0, 0, 0, 1)), functional.pad(values, (0, 0, 0, 1)), added
 
     def _heads(self, hidden_states: Tensor, position_embeddings: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [rows, heads, tokens, head_dim]."""
@@ -107,13 +122,18 @@ class Mlp(nn.Module):
 
     def __init__(self, config: Stack, inner: int, biases: tuple[str, ...]) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation, self.clamp = ACTIVATIONS[config.hidden_act], config.clamp
         self.gate_proj = nn.Linear(config.hidden_size, inner, bias="gate" in biases) if config.gated else None
         self.up_proj = nn.Linear(config.hidden_size, inner, bias="up" in biases)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias="down" in biases)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
+        if self.clamp is not None and self.gate_proj is not None:
+            alpha, limit = self.clamp
+            gate, up = self.gate_proj(x).clamp(max=limit), up.clamp(-limit, limit)
+            limited: Tensor = self.down_proj(gate * torch.sigmoid(alpha * gate) * (up + 1))
+            return limited
         inner = self.activation(up) if self.gate_proj is None else self.activation(self.gate_proj(x)) * up
         result: Tensor = self.down_proj(inner)
         return result
@@ -122,11 +142,12 @@ class Mlp(nn.Module):
 class TorchExperts(nn.Module):
     """Every token through the experts that the router ranks highest for it, and through the shared one."""
 
-    def __init__(self, config: Stack) -> None:
+    def __init__(self, config: Stack, biases: tuple[str, ...]) -> None:
         super().__init__()
+        of_experts = tuple(part.removeprefix("experts.") for part in biases if part.startswith("experts."))
         self.chosen, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList([Mlp(config, config.intermediate_size, ()) for _ in range(config.num_experts)])
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias="router" in biases)
+        self.experts = nn.ModuleList([Mlp(config, config.intermediate_size, of_experts) for _ in range(config.num_experts)])
         shared = config.shared_expert_intermediate_size
         self.shared_expert = Mlp(config, shared, ()) if shared else None
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if shared else None
@@ -177,7 +198,7 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
         own_norm = config.norms_before(index) and self.parallel != "one_norm"
         self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()
-        self.mlp = TorchExperts(config) if config.num_experts else Mlp(config, config.intermediate_size, biases)
+        self.mlp = TorchExperts(config, biases) if config.num_experts else Mlp(config, config.intermediate_size, biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
 
     def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:

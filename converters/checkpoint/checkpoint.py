@@ -31,7 +31,7 @@ class NamedTensor:
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
     first   a tensor that is added to the first row
     merged  factors of an adapter whose product is added, and which of its rows is the first here
-    factor, order, transposed   as of TensorSource
+    factor, order, transposed, matrix   as of TensorSource
     parts   of several tensors, whose rows follow one another; `stored` is that of the first
     """
 
@@ -43,8 +43,9 @@ class NamedTensor:
     first: NamedTensor | None = None
     merged: tuple[Factors, int] | None = None
     factor: float = 1.0
-    order: tuple[int, ...] = ()
+    order: Sequence[int] = ()
     transposed: bool = False
+    matrix: int = 0
     parts: tuple[NamedTensor, ...] = ()
 
     @property
@@ -79,7 +80,7 @@ class TensorSource:
     first   name of a vector that is added to the first row; "": none
     factor  every stored value is multiplied by it
     order   which rows of the stored tensor are those meant, where they do not follow one another; empty: they do
-    transposed   the stored matrix has the rows meant as columns, from column `row` on
+    transposed   the stored matrix has the rows meant as columns, from column `row` on;  matrix: which it is of several
     parts   sources of tensors whose rows follow one another, in place of one of these
     otherwise   where to find it in checkpoints without the stored tensor, or with another of its name
     """
@@ -91,8 +92,9 @@ class TensorSource:
     added: float = 0.0
     first: str = ""
     factor: float = 1.0
-    order: tuple[int, ...] = ()
+    order: Sequence[int] = ()
     transposed: bool = False
+    matrix: int = 0
     parts: tuple[TensorSource, ...] = ()
     otherwise: TensorSource | None = None
 
@@ -200,7 +202,7 @@ class Checkpoint:
         merged = (tensor.merged[0], source.row) if tensor.merged else None
         return NamedTensor(
             tensor.stored, source.shape, skipped, source.added, source.name, first, merged,
-            source.factor, source.order, source.transposed,
+            source.factor, source.order, source.transposed, source.matrix,
         )  # fmt: skip
 
     def dtype(self, name: str) -> str:
@@ -276,13 +278,15 @@ class Checkpoint:
 
     def _columns(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Columns of the stored matrix as rows."""
-        (columns, width), first = tensor.stored.shape, tensor.skipped
+        (columns, width), first = tensor.stored.shape[-2:], tensor.skipped
+        picked = list(tensor.order[start:stop]) if tensor.order else slice(first + start, first + stop)
+        begin = tensor.matrix * columns * width
         values = np.empty((stop - start, columns), np.float32)
         height = max(1, TRANSPOSED_VALUES // width)
         for top in range(0, columns, height):
             bottom = min(top + height, columns)
-            block = tensor.stored.read(top * width, (bottom - top) * width, name).reshape(bottom - top, width)
-            values[:, top:bottom] = block[:, first + start : first + stop].T
+            block = tensor.stored.read(begin + top * width, (bottom - top) * width, name).reshape(bottom - top, width)
+            values[:, top:bottom] = block[:, picked].T
         return values
 
     def whole(self, name: str) -> NDArray[np.float32]:
@@ -344,7 +348,7 @@ def _spans(parts: tuple[NamedTensor, ...], start: int, stop: int) -> Iterator[tu
         top += part.shape[0]
 
 
-def _places(rows: tuple[int, ...]) -> tuple[int, int, NDArray[np.int64]]:
+def _places(rows: Sequence[int]) -> tuple[int, int, NDArray[np.int64]]:
     """The first row of some, the one after the last, and where they are in what lies between."""
     places = np.array(rows, np.int64)
     lowest, highest = (int(places.min()), int(places.max()) + 1) if len(places) else (0, 0)

@@ -49,6 +49,7 @@ NORMS = {
     "decay_log": "self_attn.decay",
     "dt": "self_attn.dt",
     "delta_norm": "self_attn.norm",
+    "sinks": "self_attn.sinks",
 }
 IN_FLOATS = {
     "router": "mlp.gate",
@@ -57,7 +58,7 @@ IN_FLOATS = {
     "delta_a": "self_attn.a",
 }
 """Those that are never rounded."""
-TAP = re.compile(r"^taps\.\d+\.")
+TAP, EXPERT = re.compile(r"^taps\.\d+\."), re.compile(r"^experts\.\d+\.")
 
 
 def linear_module(part: str) -> str:
@@ -135,7 +136,7 @@ class FamilyDescription:
                all fields of `VisionConfig` but how a picture becomes pixels
     windows    sliding window of every layer
     keys       what config.json calls a key of `ModelConfig`, where it differs
-    biases     linear parts of a decoder layer that have one
+    biases     linear parts of a decoder layer that have one; of experts "experts.gate" ...
     sources    where the tensors lie that the checkpoint does not have under the names used here
     derived    ends of names of tensors that follow from the configuration: old checkpoints carry them
     tower      of the vision tower, whose keys are in `vision_config`; those of the decoder may be in `text_config`
@@ -205,7 +206,7 @@ class Family:
             for linear, (rows, columns) in content.items():
                 part = linear.removeprefix(prefix)
                 parts[part] = f"{tensors}{linear_module(part)}.weight", (rows, columns)
-                if part in self.description.biases:
+                if EXPERT.sub("experts.", part) in self.description.biases:
                     parts[f"{part}.bias"] = f"{tensors}{linear_module(part)}.bias", (rows,)
         return parts
 

@@ -158,11 +158,17 @@ def iq4_nl(raw: ArrayU8) -> StoredArrays:
 
 def mxfp4(raw: ArrayU8) -> StoredArrays:
     """A power of two that no f16 holds becomes NaN, which is refused; of a block of zeros it becomes 0."""
-    q, exponents = nibbles(raw[..., 1:]), raw[..., 0].astype(np.int32) - MXFP4_BIAS
+    q = nibbles(raw[..., 1:])
+    return with_table(q, powers(q, raw[..., 0].astype(np.int32) - MXFP4_BIAS), MXFP4_TABLE)
+
+
+def powers(q: AnyArray, exponents: NDArray[np.int32]) -> ArrayF16:
+    """Scales of blocks of MXFP4 [..., blocks], whose indices are q [..., blocks, and those of a block]."""
     with np.errstate(over="ignore"):
         scale = np.ldexp(np.float32(1), exponents).astype(np.float16)
     scale = np.where((scale > 0) & np.isfinite(scale), scale, np.float16(np.nan))
-    return with_table(q, np.where((q & 7).any((-2, -1)), scale, np.float16(0)), MXFP4_TABLE)
+    used = (q & 7).reshape(*exponents.shape, -1).any(-1)
+    return np.where(used, scale, np.float16(0))
 
 
 def six_bits(packed: ArrayU8) -> tuple[ArrayU8, ArrayU8]:

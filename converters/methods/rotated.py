@@ -163,6 +163,8 @@ def _refuse(method: str, config: ModelConfig) -> None:
     reason = None
     if config.post_norms:
         reason = "norms after attention and MLP, whose gains stand between the last linear layer and the residual stream"
+    elif config.attention_sinks or config.swiglu_limit is not None:
+        reason = "attention sinks or experts with biases and a clamped SwiGLU"
     elif config.layer_norm:
         reason = "LayerNorm with a bias"
     elif config.parallel:

@@ -42,6 +42,7 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)} | gate
         of_queries, of_keys = config.qk_norm_sizes
         contents |= {f"{p}q_norm": (of_queries,), f"{p}k_norm": (of_keys,)} if config.qk_norm else {}
+        contents |= {f"{p}sinks": (config.num_attention_heads,)} if config.attention_sinks else {}
         contents[f"{p}o"] = {f"{p}o": (hidden, q)}
     contents |= _norm(config, f"{p}post_attention_norm") if config.norms_after(layer) else {}
     own_norm = config.norms_before(layer) and config.parallel_blocks != "one_norm"

@@ -104,10 +104,11 @@ class VisionConfig(Stack):
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
         norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads"
-        if any(self.sliding_windows) or ropes or self.num_experts or norms or self.state_layers or self.attention_gate:
+        attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
+        if attention or self.num_experts or self.state_layers:
             raise UnsupportedError(
                 "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, conv_layers, "
-                "delta_net or attention_gate is not supported"
+                "delta_net, attention_gate or attention_sinks is not supported"
             )
 
     def _check_positions(self) -> None:

@@ -28,7 +28,7 @@ GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
                 "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
-                "qk_norm_kind", "delta_net", "attention_gate")  # fmt: skip
+                "qk_norm_kind", "delta_net", "attention_gate", "attention_sinks", "swiglu_limit", "swiglu_alpha")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
 PARALLEL = ("none", "one_norm", "two_norms")
@@ -64,10 +64,13 @@ class Stack:
     delta_net               layers of a gated delta net in place of attention; None: there are none (Qwen3.5).  They have norms
                             before their blocks and none after them, whatever pre_norms and post_norms say of others
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
+    attention_sinks         each head has a score of its own in every softmax, whose share goes nowhere (gpt-oss)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
                             highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
                             (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
+    swiglu_limit, swiglu_alpha   of experts: down((u + 1) g sigmoid(swiglu_alpha g)), with the gate g at most swiglu_limit and u
+                            from - swiglu_limit to it; a limit of None: down(silu(g) u) (gpt-oss)
     shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
                             (Qwen2-MoE)
 
@@ -102,6 +105,9 @@ class Stack:
     conv_taps: int = 0
     delta_net: DeltaNet | None = None
     attention_gate: bool = False
+    attention_sinks: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
     prefix: ClassVar[str] = ""
 
@@ -109,7 +115,7 @@ class Stack:
         for name, limit in MAX_SIZES.items():
             if name in {f.name for f in fields(self)}:
                 check_integer(name, getattr(self, name), 1, limit)
-        for name in ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate"):
+        for name in ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks"):
             check_flag(name, getattr(self, name))
         if self.gated_mlp is not None:
             check_flag("gated_mlp", self.gated_mlp)
@@ -174,6 +180,11 @@ class Stack:
             raise FormatError(f"config has {self.num_experts} experts and uses none of them")
         if self.num_experts and (self.hidden_act != "silu" or not self.gated):
             raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
+        check_positive("swiglu_alpha", self.swiglu_alpha)
+        if self.swiglu_limit is not None:
+            check_positive("swiglu_limit", self.swiglu_limit)
+            if not self.num_experts or self.shared_expert_intermediate_size:
+                raise UnsupportedError("swiglu_limit without experts, or beside a shared one, is not supported")
         if self.num_experts and self.post_norms:
             raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
 
@@ -181,6 +192,11 @@ class Stack:
     def gated(self) -> bool:
         """Whether the MLP multiplies its inner channels by an activated gate."""
         return self.hidden_act in GATED if self.gated_mlp is None else self.gated_mlp
+
+    @property
+    def clamp(self) -> tuple[float, float] | None:
+        """Alpha and limit of the SwiGLU of experts; None: it has no limit."""
+        return None if self.swiglu_limit is None else (self.swiglu_alpha, self.swiglu_limit)
 
     @property
     def parallel(self) -> bool:

@@ -194,7 +194,8 @@ def attention_block(
     if select:
         yield Select(layer, ("x", "qkv", *((mlp_input(config, layer),) if config.parallel else ())))
     scale, window = config.attention_scale, config.window(layer)
-    yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span)
+    sinks = arrays.get(f"{p}sinks")
+    yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span, sinks)
     if config.attention_gate:
         yield Gate(layer, "attended", "qkv", v + config.kv_size, config.query_size)
     yield from residual(metadata, config, layer, "attended", f"{p}o", f"{p}post_attention_norm")
@@ -284,7 +285,7 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
         yield from projection(metadata, config, layer, "normed", f"{p}shared.gate_up", "gate_up")
         yield activation(config, layer, shared)
         yield Linear(layer, "inner", linears[f"{p}shared.down"], "branch")
-    yield Experts(layer, "normed", "routing", chosen, tuple(projections), tuple(downs), inner, "x")
+    yield Experts(layer, "normed", "routing", chosen, tuple(projections), tuple(downs), inner, "x", config.clamp)
     if shared:
         yield GatedAdd(layer, "branch", "shared_gate", "x")
 

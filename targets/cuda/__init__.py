@@ -51,6 +51,8 @@ class CudaTarget:
             return None
         if file.metadata.config.state_layers:
             return f"{gpus.first.name}: it does not have layers with a state yet"
+        if file.metadata.config.attention_sinks or file.metadata.config.swiglu_limit is not None:
+            return f"{gpus.first.name}: it does not have attention with sinks and experts with a clamped SwiGLU yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()

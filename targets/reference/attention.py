@@ -154,7 +154,10 @@ def attention(context: RunContext, op: Attention, rows: Rows, state: State) -> N
         keys, values = (np.concatenate(part, axis=1)[:, start : start + end - first] for part in zip(*pages, strict=True))
         q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
+        if op.sinks is not None:
+            sinks = np.broadcast_to(context.array(op.sinks).reshape(op.kv_heads, -1, 1), (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, sinks], axis=2)
         largest = scores.max(axis=2, keepdims=True)
         weights = np.exp(scores - np.where(largest > MASKED_SCORE, largest, np.float32(np.nan)))
-        weights /= weights.sum(axis=2, keepdims=True)
+        weights = (weights / weights.sum(axis=2, keepdims=True))[:, :, : end - first]
         out[r] = np.matmul(weights, values).reshape(-1)

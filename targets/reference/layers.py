@@ -65,6 +65,11 @@ def position_add(context: RunContext, op: PositionAdd, rows: Rows, state: State)
 
 def activate(context: RunContext, op: Activate, rows: Rows, state: State) -> None:
     x = state[op.x]
+    if op.clamp is not None:
+        alpha, limit = map(np.float32, op.clamp)
+        g, u = np.minimum(x[:, : op.width], limit), np.clip(x[:, op.width : 2 * op.width], -limit, limit)
+        state[op.out] = g * _sigmoid(alpha * g) * (u + np.float32(1))
+        return
     active = FUNCTIONS[op.function](x[:, : op.width])
     state[op.out] = active * x[:, op.width : 2 * op.width] if op.gated else active
 
@@ -124,7 +129,7 @@ def experts(context: RunContext, op: Experts, rows: Rows, state: State) -> None:
         for layer in op.projections[expert]:
             linear(context, Linear(op.layer, "x", layer, "gate_up", offset), rows, inner)
             offset += layer.rows
-        activate(context, Activate(op.layer, "gate_up", op.width, "inner"), rows, inner)
+        activate(context, Activate(op.layer, "gate_up", op.width, "inner", clamp=op.clamp), rows, inner)
         inner["out"] = np.zeros((len(r), op.downs[expert].rows), np.float32)
         linear(context, Linear(op.layer, "inner", op.downs[expert], "out"), rows, inner)
         outputs[r, rank] = inner["out"]

@@ -78,6 +78,7 @@ LFM = replace(PLAIN, conv_layers=(0,), conv_taps=3)
 DELTA_NET = DeltaNet(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=16, taps=4)
 DELTA = replace(PLAIN, delta_net=DELTA_NET, attention_gate=True)
 OLMO_HYBRID = replace(OLMO, delta_net=replace(DELTA_NET, allow_neg_eigval=True, norm_eps=1e-5))
+GPT_OSS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, attention_sinks=True, swiglu_limit=7.0, swiglu_alpha=1.5)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -91,6 +92,7 @@ WRITTEN = [
     DELTA,
     OLMO,
     OLMO_HYBRID,
+    GPT_OSS,
     COHERE,
     OPT,
     EXPERTS,
@@ -157,6 +159,8 @@ def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert not {"delta_net", "attention_gate"} & set(json.loads(PLAIN.to_json()))
     assert NET == {"layers": [0], "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16, "taps": 4}
     assert json.loads(DELTA.to_json())["attention_gate"] is True
+    assert not {"attention_sinks", "swiglu_limit", "swiglu_alpha"} & set(json.loads(PLAIN.to_json()))
+    assert json.loads(GPT_OSS.to_json())["swiglu_alpha"] == 1.5 and json.loads(GPT_OSS.to_json())["attention_sinks"] is True
     hybrid = json.loads(OLMO_HYBRID.to_json())["delta_net"]
     assert hybrid == NET | {"allow_neg_eigval": True, "norm_eps": 1e-5}
     assert not {"pre_norms", "parallel_blocks", "qk_norm_kind"} & set(json.loads(PLAIN.to_json()))
@@ -252,6 +256,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "pre_norms with post_",
     ),
+    "sinks that are no flag": ({"attention_sinks": 1}, FormatError, "attention_sinks is 1; expected true or false"),
+    "a limit of nothing": ({"swiglu_limit": 0, "num_experts": 2, "num_experts_per_tok": 1}, FormatError, "swiglu_limit is 0"),
+    "an alpha of nothing": ({"swiglu_alpha": -1}, FormatError, "swiglu_alpha is -1"),
+    "a limit without experts": ({"swiglu_limit": 7.0}, UnsupportedError, "swiglu_limit without experts"),
     "half a delta net": ({"delta_net": {"layers": [0]}}, FormatError, "delta_net lacks key_dim, key_heads"),
     "a newer delta net": ({"delta_net": NET | {"channels": 1}}, UnsupportedError, "delta_net has unknown keys channels"),
     "a delta net beside convolutions": (

@@ -26,7 +26,7 @@ from edgeq.targets.graph import (
 from edgeq.targets.reference.attention import cached
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
-from tests.targets.cases import Arrays, rows_of
+from tests.targets.cases import HERE, Arrays, rows_of
 from tests.targets.test_cpu_kernels import identity
 
 
@@ -38,6 +38,7 @@ class Heads:
     kv_heads: int = 2
     dim: int = 64
     window: int = 0
+    sinks: tuple[float, ...] = ()
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -53,11 +54,12 @@ class Heads:
     def graph(self, arrays: Arrays, x: np.ndarray, changes: tuple[Operation, ...] = ()) -> Graph:
         """Attention over what `changes` make of x, the result as logits."""
         q, k = self.widths
+        sinks = arrays.add(np.array(self.sinks, np.float32), "f32") if self.sinks else None
         operations = (
             Embed(-1, arrays.add(x.astype(np.float32), "f32"), "x"),
             *changes,
             CacheWrite(1, "x", q, q + k, self.kv_heads, self.dim, cache=1),
-            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window, cache=1),
+            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window, 1, sinks=sinks),
             Select(-1, ("a",)),
             Linear(-1, "a", identity(arrays, q), "y"),
         )
@@ -338,3 +340,26 @@ def test_a_rotation_of_heads_gives_the_bits_of_the_reference(dim):
     # a step of 8 bits over the range of a head, at most half of it in each of its numbers
     reach = np.ptp(np.concatenate([x[:, :q].reshape(9, -1, dim), np.zeros((9, shape.heads, 1))], axis=2), axis=2) / 255
     assert (error <= reach * np.abs(arrays.array(matrix) / 127).sum(axis=0).max()).all()
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_sink_takes_its_share_and_gives_nothing(isa, kv, window):
+    """Sinks that take nothing, almost all, and what the scores leave; rows one by one have the bits of all at once."""
+    shape, arrays = Heads(heads=6, window=window, sinks=(-np.inf, 20.0, 0.5, -3.0, 3.0, -1e38)), Arrays()
+    positions, (q, k) = 90, shape.widths
+    x = shape.numbers(positions)
+    graph = shape.graph(arrays, x)
+    oracle, y = run("reference", graph, arrays, positions, kv), run("cpu", graph, arrays, positions, kv, isa=isa)
+    assert np.abs(y - oracle).max() < 2e-4
+    assert np.array_equal(run("cpu", graph, arrays, positions, kv, [7, 1, 64, 18], isa), y)
+    if kv == F16:
+        keys, values = (cached(x[:, at : at + k].reshape(-1, 2, 64), kv, keys) for at, keys in ((q, True), (q + k, False)))
+        for row, head in ((0, 1), (50, 1), (50, 2), (89, 4), (89, 0)):
+            first = max(0, row + 1 - window) if window else 0
+            scores = keys[first : row + 1, head // 3] @ x[row, 64 * head : 64 * head + 64].astype(np.float64) / 8
+            weights = np.exp(scores - scores.max())
+            total = weights.sum() + np.exp(shape.sinks[head] - scores.max())
+            wanted = weights @ values[first : row + 1, head // 3] / total
+            assert np.abs(y[row, 64 * head : 64 * head + 64] - wanted).max() < 2e-4, (row, head)

@@ -95,6 +95,24 @@ def test_the_activations_of_towers(gated):
             assert error.max() < 4e-6 * (12 if gated else 1), function
 
 
+@pytest.mark.parametrize("width", [16, 48, 500])
+def test_a_clamped_swiglu_limits_gates_above_and_ups_on_both_sides(width):
+    x = np.random.default_rng(width).standard_normal((5, 2 * width)) * 3
+    x[0, [0, 1, 2]], x[1, [width, width + 1, width + 2]] = (-1e30, 1e30, 2.0), (-1e30, 1e30, -2.0)
+    arrays, (alpha, limit) = Arrays(), (1.3, 2.0)
+    graph = shown(arrays, x, [Activate(0, "x", width, "s", clamp=(alpha, limit))], "s", {"s": width, "_dim": 2})
+    g, u = np.minimum(x[:, :width], limit), np.clip(x[:, width:], -limit, limit)
+    with np.errstate(over="ignore"):
+        wanted = g / (1 + np.exp(-alpha * g)) * (u + 1)
+    for found in both(graph, arrays, 5):
+        assert np.abs(found - wanted).max() < 4e-6 * limit * (limit + 1)
+    x[2, 3], x[3, width + 3] = np.nan, np.nan
+    arrays = Arrays()
+    graph = shown(arrays, x, [Activate(0, "x", width, "s", clamp=(alpha, limit))], "s", {"s": width, "_dim": 2})
+    for found in both(graph, arrays, 5):
+        assert np.isnan(found).all(axis=1).tolist() == np.isnan(found).any(axis=1).tolist() == [False, False, True, True, False]
+
+
 @pytest.mark.parametrize("kv", ["f16", "int8"])
 @pytest.mark.parametrize(("dim", "pairs", "factor"), [(32, 16, 1.19), (40, 12, 1.0), (64, 3, 0.7), (32, 0, 1.0)])
 def test_attention_behind_partial_scaled_and_no_rotation(dim, pairs, factor, kv):

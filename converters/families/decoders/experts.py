@@ -1,14 +1,14 @@
-"""Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen2-MoE and Qwen3-MoE: experts in every layer."""
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen2-MoE, Qwen3-MoE and gpt-oss: experts in every layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, QKV, llama_settings, qwen3_settings
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, QKV, head_settings, llama_settings, qwen3_settings
 from edgeq.converters.families.family import FamilyDescription, ScaleMapping, Values, linear_module, mixer_mappings
-from edgeq.converters.families.positions import one_window
-from edgeq.errors import UnsupportedError
+from edgeq.converters.families.positions import one_window, rope_of, typed_windows, window
+from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 
 # Module of torch_decoder.py -> Mixtral's own.
@@ -19,6 +19,15 @@ NEUTRAL_QWEN: dict[str, tuple[Any, ...]] = NEUTRAL_MIXTRAL | {
     "mlp_only_layers": (None, []),
     "use_sliding_window": (None, False),
 }
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""transformers' own where a gpt-oss has none."""
 
 
 def no_local_layers(values: Values, layers: int) -> tuple[int, ...]:
@@ -103,6 +112,65 @@ def qwen_expert_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
+def gpt_oss_windows(values: Values, layers: int) -> tuple[int, ...]:
+    """Local layers as `layer_types` says; without it, every other one from the first on."""
+    types, found = values["layer_types"], window(values)
+    if types is None:
+        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if not found and isinstance(types, list) and "sliding_attention" in types:
+        raise FormatError("sliding_window is null; layer_types has sliding_attention, which needs a positive integer")
+    return typed_windows(found, types, layers)
+
+
+def gpt_oss_settings(values: Values) -> dict[str, Any]:
+    """The softmax of the chosen logits alone is that of all, divided by the sum of the chosen shares."""
+    where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    settings = values[where] or GPT_OSS_ROPE
+    return head_settings(values) | {
+        "rope": rope_of(values, where, settings, values["rope_theta"]),
+        "num_experts": values["num_local_experts"],
+        "num_experts_per_tok": values["num_experts_per_tok"],
+        "norm_topk_prob": True,
+        "attention_sinks": True,
+        "swiglu_limit": values["swiglu_limit"],
+        "swiglu_alpha": values["swiglu_alpha"],
+    }
+
+
+def gpt_oss_sources(config: ModelConfig) -> dict[str, TensorSource]:
+    """Experts of a layer in one tensor of each kind.  Of gate and up every even output channel is a gate.
+
+    Floats have a column for every output channel, integers, which the source calls weights, a row.
+    """
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
+    sources, router, heads = dict[str, TensorSource](), (experts, hidden), (config.num_attention_heads,)
+    for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers)):
+        sources[f"{p}self_attn.sinks.weight"] = TensorSource(f"{p}self_attn.sinks", heads, heads)
+        for kind, shape in (("weight", router), ("bias", router[:1])):
+            sources[f"{p}mlp.gate.{kind}"] = TensorSource(f"{p}mlp.router.{kind}", shape, shape)
+        gates, ups = (range(first, 2 * inner, 2) for first in (0, 1))
+        for expert in range(experts):
+            for module, name, (rows, columns), picked, stored in (
+                ("gate_proj", "gate_up_proj", (inner, hidden), gates, 2 * inner),
+                ("up_proj", "gate_up_proj", (inner, hidden), ups, 2 * inner),
+                ("down_proj", "down_proj", (hidden, inner), range(hidden), hidden),
+            ):
+                ours, theirs = f"{p}mlp.experts.{expert}.{module}.", f"{p}mlp.experts.{name}"
+                before, shape = stored * expert, (rows, columns)
+                order = range(before + picked.start, before + picked.stop, picked.step)
+                floats = TensorSource(theirs, (experts, columns, stored), shape, order=picked, transposed=True, matrix=expert)
+                sources[f"{ours}weight"] = TensorSource(
+                    f"{theirs}.weight", (experts, stored, columns), shape, order=order, otherwise=floats
+                )
+                sources[f"{ours}bias"] = TensorSource(f"{theirs}_bias", (experts, stored), (rows,), order=order)
+    return sources
+
+
+def gpt_oss_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    """Nothing passes a limit and a sum with 1, so none between up and down."""
+    return tuple(mapping for mapping in expert_mappings(config) if not mapping.absorber.endswith("up"))
+
+
 EXPERT_FAMILIES = (
     FamilyDescription(
         "MixtralForCausalLM",
@@ -159,5 +227,28 @@ EXPERT_FAMILIES = (
         keys={"intermediate_size": "moe_intermediate_size"},
         sources=qwen_expert_sources,
         mappings=expert_mappings,
+    ),
+    FamilyDescription(
+        "GptOssForCausalLM",
+        DEFAULTS
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+        },
+        NEUTRAL_MIXTRAL | {"attention_bias": (None, True), "hidden_act": ("silu",)},
+        gpt_oss_settings,
+        gpt_oss_windows,
+        biases=(*QKV, "o", "router", "experts.gate", "experts.up", "experts.down"),
+        sources=gpt_oss_sources,
+        mappings=gpt_oss_mappings,
     ),
 )

@@ -12,6 +12,7 @@ from edgeq.converters.importers.quantized.awq import awq_weights
 from edgeq.converters.importers.quantized.compressed import compressed_weights
 from edgeq.converters.importers.quantized.gptq import gptq_weights
 from edgeq.converters.importers.quantized.mlx import mlx_weights
+from edgeq.converters.importers.quantized.mxfp4 import mxfp4_weights
 from edgeq.converters.importers.quantized.packed_tensor import PackedTensor, PackedWeights, Shards
 from edgeq.converters.importers.quantized.settings import QuantizationSettings
 from edgeq.converters.importers.safetensors_folder import SafetensorsFolder
@@ -29,6 +30,7 @@ FORMATS: dict[str, Callable[[Shards, QuantizationSettings], PackedWeights]] = {
     "gptq": gptq_weights,
     "compressed-tensors": compressed_weights,
     "mlx": mlx_weights,
+    "mxfp4": mxfp4_weights,
 }
 """Format as configurations name it -> what reads it."""
 LONE = (".scales", ".biases", ".qzeros", ".g_idx", ".weight_scale")
@@ -92,12 +94,16 @@ class QuantizedFolder:
         except CheckpointError as error:
             raise CheckpointError(f"{self.place}: {error}") from None
         weights, self.notes = found.weights, found.notes
-        if not weights and self.settings.values.get("format") != "dense":
+        if not weights and not found.tensors and self.settings.values.get("format") != "dense":
             raise CheckpointError(
                 f"{self.place}: {self.settings.place}: the checkpoint is already quantized ({self.format}), and none of its "
                 "tensors is; download it again"
             )
         tensors: dict[str, StoredTensor] = {name: tensor for name, tensor in shards.items() if name not in found.parts}
+        twice = sorted(tensors.keys() & found.tensors)
+        if twice:
+            raise CheckpointError(f"{self.place}: has both {twice[0]} and its integers; one of them is too many")
+        tensors |= found.tensors
         lone = next((name for name in sorted(tensors) if name.endswith(LONE)), None)
         if lone is not None:
             raise UnsupportedError(f"{self.place}: tensor {lone} belongs to no quantized weight; such layers are not supported")

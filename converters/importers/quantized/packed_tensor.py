@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.converters.checkpoint.source import StoredArrays
+from edgeq.converters.checkpoint.source import StoredArrays, StoredTensor
 from edgeq.converters.importers.quantized.grouped import Grouped, as_half, codec_group_size, split
 from edgeq.converters.importers.safetensors_folder import ShardTensor
 from edgeq.errors import CheckpointError
@@ -55,13 +55,15 @@ class PackedWeight(Protocol):
 class PackedWeights:
     """The quantized weights of a folder.
 
-    weights   by the names of their modules;  parts: names of the tensors that they are made of, or that are left out
+    weights   by the names of their modules;  tensors: others, by their own names
+    parts     names of the tensors that they are made of, or that are left out
     notes     what the user should know of how they were read
     """
 
     weights: Mapping[str, PackedWeight]
     parts: frozenset[str]
     notes: tuple[str, ...] = ()
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

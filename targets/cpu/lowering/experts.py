@@ -166,7 +166,7 @@ def _operations(o: op.Experts, expert: int) -> Iterator[op.Operation]:
     for layer in o.projections[expert]:
         yield op.Linear(o.layer, X, layer, "gate_up", offset)
         offset += layer.rows
-    yield op.Activate(o.layer, "gate_up", o.width, INNER)
+    yield op.Activate(o.layer, "gate_up", o.width, INNER, clamp=o.clamp)
     yield op.Linear(o.layer, INNER, o.downs[expert], Y)
 
 

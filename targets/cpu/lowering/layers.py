@@ -72,11 +72,13 @@ def layer_norm(context: Context, o: op.LayerNorm, fusion: Fusion) -> None:
 
 def activation(context: Context, o: op.Activate, fusion: Fusion) -> None:
     (x, stride), result = context.place(o.x), Result(context, o.out, fusion)
+    alpha, limit = o.clamp or (0.0, 0.0)
     args = elementwise.ActivationArgs(
         x=x, x_stride=stride, width=o.width, out=result.place.address, out_stride=result.place.stride,
-        out_of_thread=result.of_thread, quantized=result.quantized,
+        out_of_thread=result.of_thread, quantized=result.quantized, alpha=alpha, limit=limit,
     )  # fmt: skip
-    decode = kernel(activate.activate, context.max_tile, activate.FUNCTION_CODES[o.function], int(o.gated))
+    function = activate.CLAMPED if o.clamp else activate.FUNCTION_CODES[o.function]
+    decode = kernel(activate.activate, context.max_tile, function, int(o.gated))
     if o.swiglu:
         decode = kernel(elementwise.swiglu, context.max_tile, 0)
     prefill = kernel(elementwise.swiglu, context.max_tile, 1) if fusion.elsewhere else decode

@@ -106,6 +106,8 @@ def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
 
 
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
+    if op.sinks is not None:
+        refuse("attention with sinks")
     kind = "causal" if op.span < 0 else f"span {op.span}"
     stride = -(-op.head_dim // 32) * 32 + 32
     arguments = AttendArguments(

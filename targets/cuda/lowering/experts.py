@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgeq.targets.cuda.arguments.experts import GatedAddArguments, GatherAddArguments, RouteArguments, ScatterArguments
 from edgeq.targets.cuda.arguments.rows import NOTHING_SELECTED, ActivateArguments, SelectArguments, SelectedArguments
-from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering, Output, Routed
+from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering, Output, Routed, refuse
 from edgeq.targets.cuda.lowering.linear import layer_launches
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Experts, GatedAdd, Linear, Route
@@ -26,6 +26,8 @@ def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
 
 
 def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
+    if op.clamp is not None:
+        refuse("experts with a clamped SwiGLU")
     rows, named = lowering.rows(lowering.stage), lowering.storage.named
     width, result = lowering.graph.buffers[op.x], op.downs[0].rows
     here = ("experts", lowering.stage)

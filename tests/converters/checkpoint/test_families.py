@@ -40,7 +40,7 @@ FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2"
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
-FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid")
+FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "gpt_oss")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -276,6 +276,21 @@ def test_experts_of_published_checkpoints_lie_in_two_tensors(checkpoint: Callabl
     saved_otherwise(folder, tmp_path / "less", named, outer | {"text_config": config})
     with pytest.raises(CheckpointError, match="layers.1.mlp.experts.0.down_proj.weight is missing"):
         preflight(str(tmp_path / "less"), ConvertOptions())
+
+
+def test_gpt_oss_reads_its_windows_and_limits() -> None:
+    plain = config_of("GptOssForCausalLM", num_local_experts=6)
+    assert plain.sliding_windows == (128, 0) * 4 and plain.attention_sinks and plain.clamp == (1.702, 7.0)
+    assert (plain.rope.kind, plain.rope.truncate, plain.rope.theta) == ("yarn", False, 150000.0)
+    assert plain.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert (plain.head_dim, plain.num_experts_per_tok, plain.norm_topk_prob) == (64, 4, True)
+    assert config_of("GptOssForCausalLM", sliding_window=None, layer_types=["full_attention"] * 8).sliding_windows == ()
+    with pytest.raises(CheckpointError, match="sliding_window is null"):
+        config_of("GptOssForCausalLM", sliding_window=None)
+    with pytest.raises(UnsupportedError, match="attention_bias is False"):
+        config_of("GptOssForCausalLM", attention_bias=False)
+    family, _ = recognise({"architectures": ["GptOssForCausalLM"], **SIZES, "num_local_experts": 6})
+    assert not any(mapping.absorber.endswith("up") for mapping in family.awq_mappings(0))
 
 
 def test_olmo_hybrid_reads_its_sizes_and_where_it_does_not_rotate() -> None:

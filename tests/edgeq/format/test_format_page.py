@@ -122,8 +122,9 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     shared = replace(EXPERTS, shared_expert_intermediate_size=48)
     found: set[str] = set()
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
+    attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
-    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, replace(PLAIN, attention_gate=True)):
+    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, attention):
         names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}

@@ -201,3 +201,37 @@ def test_a_gated_addition():
     wanted = x[::-1] + x / (1 + np.exp(-x[:, :1].astype(np.float64)))
     for target in ("reference", "cpu"):
         assert np.abs(run(target, graph, arrays, [5]) - wanted).max() < 1e-4
+
+
+@pytest.mark.parametrize("codec", CODECS[1:3], ids=lambda c: c.name)
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_with_biases_and_a_clamped_swiglu(codec, fused):
+    """The bias of down is inside the share."""
+    arrays, x, rng = Arrays(), inputs(23), np.random.default_rng(4)
+    graph = graph_of(arrays, codec, x, 5, 2, fused=fused)
+    position = next(i for i, o in enumerate(graph.operations) if isinstance(o, Experts))
+    experts, biases = graph.operations[position], []
+
+    def biased(spec):
+        biases.append(rng.standard_normal(spec.rows).astype(np.float32))
+        return replace(spec, bias=arrays.add(biases[-1], "f32"))
+
+    projections = tuple(tuple(biased(part) for part in each) for each in experts.projections)
+    changed = replace(experts, projections=projections, downs=tuple(map(biased, experts.downs)), clamp=(1.3, 0.8))
+    graph = replace(graph, operations=(*graph.operations[:position], changed, *graph.operations[position + 1 :]))
+    logits = x.astype(np.float64) @ matrix(arrays, graph.operations[1].linear.weights[0]).T
+    wanted, best = x.astype(np.float64), np.argsort(-logits, axis=1)[:, :2]
+    of_gate_up = biases[:-5]
+    for row, chosen in enumerate(best):
+        shares = np.exp(logits[row, chosen] - logits[row, chosen].max())
+        for share, e in zip(shares / shares.sum(), chosen, strict=True):
+            each = len(of_gate_up) // 5
+            inner = np.concatenate([x[row] @ matrix(arrays, part.weights[0]).T for part in changed.projections[e]])
+            inner = inner + np.concatenate(of_gate_up[each * e : each * e + each])
+            g, u = np.minimum(inner[:INNER], 0.8), np.clip(inner[INNER:], -0.8, 0.8)
+            out = (g / (1 + np.exp(-1.3 * g)) * (u + 1)) @ matrix(arrays, changed.downs[e].weights[0]).T
+            wanted[row] += share * (out + biases[-5 + e])
+    oracle = run("reference", graph, arrays, [23])
+    assert np.abs(oracle - wanted).max() < 1e-3
+    assert np.abs(run("cpu", graph, arrays, [23]) - oracle).max() < 1e-3
+    assert np.array_equal(run("cpu", graph, arrays, [1] * 23), run("cpu", graph, arrays, [23]))

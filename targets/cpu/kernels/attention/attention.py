@@ -6,6 +6,8 @@ page with a running maximum (online softmax: Milakov and Gimelshein 2018), in an
 
 from __future__ import annotations
 
+import numpy as np
+
 from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import inline
@@ -45,6 +47,7 @@ class AttentionArgs(CacheArgs):
     window         causal: positions that a row sees, or 0 for all
     spans          else: int32 per row the first slot that it sees; `span_stride` bytes later, the one after the last
     scale          of the softmax
+    sinks          f32 [heads]: scores whose shares go nowhere, or 0
     scratch        ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread
     """
 
@@ -55,6 +58,7 @@ class AttentionArgs(CacheArgs):
     spans = pointer(0)
     span_stride = nbytes(0)
     scale = float32()
+    sinks = pointer(0)
     scratch = pointer()
     state_bytes = nbytes()
 
@@ -139,6 +143,11 @@ def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
                         vstore(result, vsplat(0.0))
                     put_f32(state + MAX_SCORE, NOTHING)
                     vstore(state + TOTALS, vsplat(0.0))
+                    if args.sinks != 0:
+                        # It is there before all others, with a weight of 1 and no value.
+                        sink = get_f32(args.sinks + 4 * (kv_head * shared + q % shared))
+                        put_f32(state + MAX_SCORE, max(sink, np.float32(NOTHING)))
+                        put_f32(state + TOTALS, np.float32(1))
                     begin_query(head, state)
                 oldest = max(0, slot + 1 - window) if window > 0 else begin_slot
                 for start in range(oldest // POSITIONS * POSITIONS, last + 1, POSITIONS):

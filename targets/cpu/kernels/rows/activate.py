@@ -1,6 +1,8 @@
-"""The activations of an MLP other than SwiGLU, with a gate and without one."""
+"""The activations of an MLP other than SwiGLU, with a gate and without one, and the SwiGLU with limits (gpt-oss)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import inline
@@ -14,6 +16,7 @@ from edgeq.targets.cpu.jit.simd import (
     vfma,
     vload,
     vmax,
+    vmin,
     vmul,
     vsplat,
     vstore,
@@ -22,7 +25,7 @@ from edgeq.targets.cpu.jit.simd import (
 from edgeq.targets.cpu.kernels.rows.elementwise import ActivationArgs
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, share_of, write_quantized
 
-SILU, GELU_TANH, GELU, QUICK_GELU, RELU = range(5)
+SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED = range(6)
 FUNCTION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu": GELU, "quick_gelu": QUICK_GELU, "relu": RELU}
 
 
@@ -69,8 +72,29 @@ def activated(function, gated, x, gate_bytes):
     return value
 
 
+@inline
+def clamped(args, x):
+    """The clamped SwiGLU of sixteen channels from address x, and of those after them.  vmax and vmin keep NaN so."""
+    limit, least = vsplat(args.limit), vsplat(-args.limit)
+    g, u = vmin(limit, vload(x)), vmax(least, vmin(limit, vload(x + 4 * args.width)))
+    return vmul(vmul(g, sigmoid_of_minus(vmul(g, vsplat(-args.alpha)))), vadd(u, vsplat(1.0)))
+
+
+def channels_of(function: int, gated: int) -> Any:
+    """A function (args, x): the results of sixteen channels from address x."""
+    if function == CLAMPED:
+        return clamped
+
+    @inline
+    def channels(args, x):
+        return activated(function, gated, x, 4 * args.width)
+
+    return channels
+
+
 def activate(max_tile: int, function: int, gated: int) -> Kernel:
     """f(x), with `gated` times what lies after it, and the quantized activations of the result."""
+    channels = channels_of(function, gated)
 
     def kernel(record, part, parts, thread):
         args = ActivationArgs(record)
@@ -80,9 +104,9 @@ def activate(max_tile: int, function: int, gated: int) -> Kernel:
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride + thread * args.out_of_thread
             whole = first + (last - first) // LANES * LANES
             for c in range(first, whole, LANES):
-                vstore(out + 4 * c, activated(function, gated, x + 4 * c, 4 * width))
+                vstore(out + 4 * c, channels(args, x + 4 * c))
             if whole < last:
-                vstore(out + 4 * whole, vfirst(activated(function, gated, x + 4 * whole, 4 * width), last - whole))
+                vstore(out + 4 * whole, vfirst(channels(args, x + 4 * whole), last - whole))
             write_quantized(args.quantized, out, place_of(args.quantized, r, count, max_tile), first, last)
 
     return kernel

@@ -120,7 +120,7 @@ def gated(gate, up):
 
 
 class ActivationArgs(Args):
-    """`out_of_thread`: bytes from one thread's out to the next.
+    """`out_of_thread`: bytes from one thread's out to the next;  alpha, limit: of a clamped SwiGLU.
 
     Up begins where gate ends, so a last partial vector reads beyond gate, and beyond the row by less than a vector; the result
     is padded to a whole one with zeros.
@@ -133,6 +133,8 @@ class ActivationArgs(Args):
     out_stride = nbytes()
     quantized = nested(QuantizedArgs, NOT_QUANTIZED)
     out_of_thread = nbytes(0)
+    alpha = float32(0.0)
+    limit = float32(0.0)
 
 
 def swiglu(max_tile: int, done: int) -> Kernel:
