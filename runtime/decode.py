@@ -91,7 +91,7 @@ class PlainStepper:
 
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
         starts = [len(stream.tokens) for stream in streams]
-        for stream, after in zip(streams, run_streams(streams)[0], strict=True):
+        for stream, after in zip(streams, run_streams(streams, ahead=min(room) > 1)[0], strict=True):
             try:
                 stream.draw(after)
             except EdgeqError as error:
@@ -99,8 +99,12 @@ class PlainStepper:
         return [stream.tokens[start:] for stream, start in zip(streams, starts, strict=True)]
 
 
-def run_streams(streams: Sequence[Stream], beside: Sequence[BatchItem] = ()) -> tuple[Sequence[Logits | Largest], list[Logits]]:
+def run_streams(
+    streams: Sequence[Stream], beside: Sequence[BatchItem] = (), ahead: bool = False
+) -> tuple[Sequence[Logits | Largest], list[Logits]]:
     """Run the last token of each stream, and in the same run what other sessions bring.
+
+    ahead   each stream is likely to take another token after the one that is drawn now
 
     Gives what the next token of each stream is drawn from, which nothing was yet: logits float32 [vocab], or the largest ones
     where nothing runs beside and no stream needs more of them; and the logits that each of `beside` wants [n, vocab].
@@ -108,7 +112,8 @@ def run_streams(streams: Sequence[Stream], beside: Sequence[BatchItem] = ()) -> 
     items = [BatchItem(stream.session, stream.tokens[-1:], [0]) for stream in streams]
     counts = [] if beside else [stream.needed for stream in streams]
     if counts and all(counts):
-        largest = run_largest(items, max(counts))
+        # Of several texts one that ends would waste the run of all.
+        largest = run_largest(items, max(counts), ahead and len(streams) == 1)
         if largest is not None:
             for stream in streams:
                 stream.session.logits = None

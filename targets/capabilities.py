@@ -113,8 +113,13 @@ class FindsLargest(Program, Protocol):
 
     largest_rows: int
 
-    def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
+    def run_largest(
+        self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None, *, ahead: bool = False
+    ) -> Largest:
         """The `count` largest numbers of each row of what `run` gives, with requantized weights if there are some.
+
+        ahead   the largest of each row is likely to be the next token of its session, whose pages have room for it: a device
+                may start that run before the host has seen it
 
         Valid until the next run.  ValueError: more than `most_largest`, or none, or of more than `largest_rows` rows.
         """

@@ -250,15 +250,16 @@ class Scheduler(BaseScheduler):
                 raise
             except EdgeqError as error:
                 self._fail(text, error)
-        streams, started = [text.running for text in decoding], perf_counter()
+        streams, room = [text.running for text in decoding], [text.ending.room if text.ending else 1 for text in decoding]
+        started = perf_counter()
         after: Sequence[Logits | Largest] = []
         found, emitted = list[Logits](), list[list[int]]()
         if self._model.requantization and items:
             found = run_together(items, summing=True)
         elif speculator and streams:
-            emitted = speculator.step(streams, [text.ending.room if text.ending else 1 for text in decoding])
+            emitted = speculator.step(streams, room)
         elif items or streams:
-            after, found = run_streams(streams, items)
+            after, found = run_streams(streams, items, ahead=min(room, default=0) > 1)
         seconds = perf_counter() - started
         rows = self.last.prompt_tokens = sum(len(item.tokens) for item in items)
         self.totals.prompt_tokens += rows

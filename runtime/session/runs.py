@@ -59,7 +59,9 @@ class Runnable(Protocol):
 
     def most_largest(self, rows: int) -> int: ...
 
-    def largest_of(self, rows: Rows, count: int) -> Largest: ...
+    def holds(self, count: int) -> bool: ...
+
+    def largest_of(self, rows: Rows, count: int, ahead: bool) -> Largest: ...
 
     def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...]) -> None: ...
 
@@ -129,8 +131,10 @@ def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summin
     return [found[i] for i in range(len(items))]
 
 
-def run_largest(items: Sequence[BatchItem], count: int) -> list[Largest] | None:
+def run_largest(items: Sequence[BatchItem], count: int, ahead: bool = False) -> list[Largest] | None:
     """The `count` largest logits after each item, which wants those of its last token, from one run as that of `run_together`.
+
+    ahead   each is likely to go on with the token of its largest logit
 
     None: nothing was run, as the target gives only all logits, or has no room for so many rows.
     """
@@ -141,7 +145,8 @@ def run_largest(items: Sequence[BatchItem], count: int) -> list[Largest] | None:
     found = dict[int, Largest]()
     for group in _by_weights(items):
         with _rows_in_turn([items[i] for i in group]) as rows:
-            every = items[group[0]].session.largest_of(rows, count)
+            held = ahead and all(items[i].session.holds(len(items[i].tokens) + 1) for i in group)
+            every = items[group[0]].session.largest_of(rows, count, held)
             for row, i in enumerate(group):
                 at = slice(row, row + 1)
                 found[i] = Largest(every.ids[at].copy(), every.values[at].copy(), every.finite[at].copy())

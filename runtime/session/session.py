@@ -243,6 +243,10 @@ class Session:
         """Pages that have to be made before `count` more tokens can run."""
         return self._cache.missing(len(self.tokens), len(self.tokens) + count)
 
+    def holds(self, count: int) -> bool:
+        """Whether `count` more tokens can run without another page, or a copy of one."""
+        return count <= self.left and not self.missing_pages(count)
+
     def reserve(self, count: int) -> None:
         """Make them.  ResourceError: there is no memory for it; what was made until then stays."""
         self._cache.reserve(self._program, len(self.tokens), len(self.tokens) + count)
@@ -320,9 +324,9 @@ class Session:
         program = self._program
         return program.most_largest if program.most_largest and rows <= cast(FindsLargest, program).largest_rows else 0
 
-    def largest_of(self, rows: Rows, count: int) -> Largest:
+    def largest_of(self, rows: Rows, count: int, ahead: bool) -> Largest:
         """Run as `run_rows`; the `count` largest logits of each result, as `FindsLargest.run_largest`."""
-        return cast(FindsLargest, self._program).run_largest(rows, count, weights=self.weights)
+        return cast(FindsLargest, self._program).run_largest(rows, count, weights=self.weights, ahead=ahead)
 
     def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...]) -> None:
         """Tokens whose keys and values a run has written; `places`: as of BatchItem."""

@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -159,13 +160,21 @@ class EmulatedMark(Mark):
     time: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EmulatedRecording:
+    """Its steps are done when something waits for them, as late as on a GPU that has much to do."""
+
     device: EmulatedDevice
     steps: tuple[Call | Copy | Mark, ...]
 
-    def replay(self) -> None:
+    def start(self) -> None:
         self.device.replays += not any(isinstance(step, Mark) for step in self.steps)
+        self.device.started.append(self)
+
+    def wait(self) -> None:
+        self.device.finish(self)
+
+    def run(self) -> None:
         for step in self.steps:
             if isinstance(step, Copy):
                 ctypes.memmove(step.target, step.source, step.nbytes)
@@ -192,6 +201,7 @@ class EmulatedKernel:
 
 class EmulatedDevice:
     """launches   how many kernels ran, by symbol;  replays: how many recordings that have no marks
+    started    recordings whose steps were not done yet
     on_load    of all of them: is told which kernels are loaded
     clock      what marks note: 1/16 s more each time that it is asked, whatever else the machine does
     """
@@ -203,6 +213,8 @@ class EmulatedDevice:
         self.order = order
         self.launches: dict[str, int] = {}
         self.replays = 0
+        self.started: deque[EmulatedRecording] = deque()
+        self._runs = False
         self.clock = count(step=1 / 16)
         self._pinned: list[EmulatedPinned] = []
         # Those that were freed too: a kernel that still reads them finds NaN, not what the system put there.
@@ -218,15 +230,27 @@ class EmulatedDevice:
         self._blocks.append(_Block(nbytes))
         return EmulatedMemory(self._blocks[-1])
 
+    def finish(self, last: EmulatedRecording | None = None) -> None:
+        """Do what was started, all of it or up to that recording, before anything else comes."""
+        while self.started and not self._runs and (last is None or last in self.started):
+            self._runs = True
+            try:
+                self.started.popleft().run()
+            finally:
+                self._runs = False
+
     def write(self, address: int, data: NDArray[Any]) -> None:
         assert data.flags.c_contiguous
+        self.finish()
         ctypes.memmove(address, data.ctypes.data, data.nbytes)
 
     def read(self, address: int, data: NDArray[Any]) -> None:
         assert data.flags.c_contiguous
+        self.finish()
         ctypes.memmove(data.ctypes.data, address, data.nbytes)
 
     def zero(self, address: int, nbytes: int) -> None:
+        self.finish()
         ctypes.memset(address, 0, nbytes)
 
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
@@ -240,6 +264,7 @@ class EmulatedDevice:
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
         assert isinstance(kernel, EmulatedKernel)
+        self.finish()
         generated = kernel.generated
         if not all(0 < n <= most for n, most in zip(grid, MAX_GRID, strict=True)) or tuple(block[1:]) != (1, 1):
             raise DeviceError(f"{generated.variant.symbol}: a grid of {list(grid)} blocks of {list(block)} threads")
@@ -263,10 +288,12 @@ class EmulatedDevice:
 
     def stamp(self, mark: Mark) -> None:
         assert isinstance(mark, EmulatedMark)
+        self.finish()
         mark.time = next(self.clock)
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         """DeviceError: a mark that nothing has come to."""
+        self.finish()
         times = [mark.time for mark in marks if isinstance(mark, EmulatedMark) and mark.time is not None]
         if len(times) < len(marks):
             raise DeviceError("a time was asked for that was not taken")
@@ -301,5 +328,6 @@ class EmulatedDevice:
 
     def synchronize(self) -> None:
         """DeviceError: something was written past the end of an allocation."""
+        self.finish()
         if any(block.overrun() for block in self._blocks):
             raise DeviceError("a kernel wrote past the end of an allocation")

@@ -19,12 +19,27 @@ class Ones:
 
 
 class Replayed:
-    def replay(self) -> None: ...
+    def __init__(self, device: Nothing) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        self._device.started.append(self)
+
+    def wait(self) -> None:
+        """It has ended, and what was started before it too."""
+        if self in self._device.started:
+            del self._device.started[: self._device.started.index(self) + 1]
 
 
 class Nothing(NoDevice):
+    """started   recordings that nobody has waited for: while there are none, a GPU would wait for the host"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Replayed] = []
+
     def pinned(self, nbytes: int) -> Pinned:
         return Ones(nbytes)
 
     def record(self, steps: Sequence[Call | Copy | Mark]) -> Recording:
-        return Replayed()
+        return Replayed(self)

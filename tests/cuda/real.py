@@ -80,9 +80,12 @@ class RealRecording:
     device: RealDevice
     recording: Recording
 
-    def replay(self) -> None:
-        self.recording.replay()
+    def start(self) -> None:
+        self.recording.start()
         self.device.replays += 1
+
+    def wait(self) -> None:
+        self.recording.wait()
 
 
 def take_the_place(emulated: ModuleType, build: ModuleType, path: Path) -> None:

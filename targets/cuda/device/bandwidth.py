@@ -99,6 +99,6 @@ def _rounds(
     # Recorded with its marks: the host takes as long to start a kernel as a fast GPU to read the block.
     recording = device.record([marks[0], step(memory.address, nbytes), marks[1]])
     while len(taken) < 2 or (sum(taken) < enough and len(taken) < MAX_ROUNDS):
-        recording.replay()
+        recording.start()
         taken += device.seconds(marks)
     return nbytes, max(min(taken), 1e-9)

@@ -66,8 +66,12 @@ class Mark:
 class Recording(Protocol):
     """Calls, copies and marks that are started together, one after another as they were recorded, with the same arguments."""
 
-    def replay(self) -> None:
-        """Start them, and wait until they have ended.  ResourceError: the device has no memory to start them, and none was."""
+    def start(self) -> None:
+        """Start them after what was started before.  ResourceError: the device has no memory to start them, and none was."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until they have ended as often as they were started; what was started after them may still run."""
         ...
 
 

@@ -96,15 +96,20 @@ class DriverMark(Mark):
 
 
 class DriverRecording:
-    """An instantiated CUDA graph."""
+    """An instantiated CUDA graph.  `ended`: what comes after it whenever it is started."""
 
-    def __init__(self, device: DriverDevice, graph: Any) -> None:
-        self._device, self._graph = device, graph
+    def __init__(self, device: DriverDevice, graph: Any, ended: DriverMark) -> None:
+        self._device, self._graph, self._ended = device, graph, ended
 
-    def replay(self) -> None:
-        self._device.replay(self._graph)
+    def start(self) -> None:
+        self._device.start(self._graph, self._ended)
+
+    def wait(self) -> None:
+        self._device.wait(self._ended)
 
     def __del__(self) -> None:
+        # Memory that it copies from or to may be the next to be freed.
+        self._device.release("cuEventSynchronize", self._ended.event)
         self._device.release("cuGraphExecDestroy", self._graph)
 
 
@@ -311,7 +316,8 @@ class DriverDevice:
             raise
         graph = self._call("cuStreamEndCapture", self._stream)
         try:
-            return DriverRecording(self, self._call("cuGraphInstantiate", graph, 0))
+            ended = DriverMark(self, self._call("cuEventCreate", int(self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+            return DriverRecording(self, self._call("cuGraphInstantiate", graph, 0), ended)
         except DriverError as error:
             if error.name != OUT_OF_MEMORY:
                 raise
@@ -320,7 +326,7 @@ class DriverDevice:
             self._call("cuGraphDestroy", graph)
 
     @alone
-    def replay(self, graph: Any) -> None:
+    def start(self, graph: Any, ended: DriverMark) -> None:
         try:
             self._call("cuGraphLaunch", graph, self._stream)
         except DriverError as error:
@@ -328,7 +334,11 @@ class DriverDevice:
             if error.name != OUT_OF_MEMORY:
                 raise
             raise ResourceError(f"{self.name} has no room to start a graph") from None
-        self.synchronize()
+        self._call("cuEventRecord", ended.event, self._stream)
+
+    @alone
+    def wait(self, mark: DriverMark) -> None:
+        self._call("cuEventSynchronize", mark.event)
 
     @alone
     def synchronize(self) -> None:

@@ -49,7 +49,7 @@ class Timer:
                 steps += [call, mark]
             self._kept = _Kept(calls, marks, self._device.record(steps))
         began = perf_counter()
-        self._kept.recording.replay()
+        self._kept.recording.start()
         found = [Step(each.operation, call.kernel.generated.variant.symbol, each.reads_weights) for each, call in launched]
         return self._times(found, self._kept.marks, began)
 
@@ -58,7 +58,7 @@ class Timer:
         marks = [self._device.mark(), self._device.mark()]
         recording, seconds = self._device.record([marks[0], *calls, marks[1]]), list[float]()
         for _ in range(repetitions):
-            recording.replay()
+            recording.start()
             seconds += self._device.seconds(marks)
         return seconds
 

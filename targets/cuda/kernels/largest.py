@@ -11,7 +11,8 @@ ABSENT = (1 << 31) - 1
 def largest(first, SLICE):
     """values, ids [row][parts][count]: of every SLICE numbers of x [row][width] the `count` largest, equals in order of ids.
 
-    Where there are not so many, the rest is -inf with the id ABSENT.  finite[row][part]: whether all numbers of the part are.
+    Where there are not so many, or numbers are NaN, the rest is -inf with the id 0: the next run may look that token up before
+    the host has read `finite`.  finite[row][part]: whether all numbers of the part are.
 
     first   ids are places in x; else those of `given`, in whose order x need not be, and `sound` [row][sounds] is for finite
     """
@@ -101,7 +102,7 @@ def largest(first, SLICE):
                     of[0] = whose[0]
             if tid == 0:
                 values[(row * T.ceildiv(width, SLICE) + part) * count + k] = top[0]
-                ids[(row * T.ceildiv(width, SLICE) + part) * count + k] = of[0]
+                ids[(row * T.ceildiv(width, SLICE) + part) * count + k] = T.if_then_else(of[0] == ABSENT, 0, of[0])
             if of[0] == which[0] and of[0] != ABSENT:
                 for i in T.unroll(EACH):
                     if name[i] == of[0]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,13 +31,18 @@ RECORDINGS = 16
 """Recordings of the program's launches that memory is reserved for; of more the least recently used are dropped."""
 STEP_BYTES = 16 << 10
 """Memory that a step of a recording is taken to need on the device; drivers do not state it."""
-OTHER_STEPS = 6
-"""Steps of a recording beside the kernels of a run: the block to the device, the search for the largest, results from it."""
+OTHER_STEPS = 8
+"""Steps of a recording beside the kernels of a run: the block to the device and tokens within it, the search for the largest,
+results from it."""
 BLOCK_BYTES = 8 << 20
 """Reserved for the blocks of all recordings; the longest page tables are 512 KiB."""
 ALIGNMENT = 16
 MAX_BYTES = 64 << 10
 """Bytes of the largest numbers of a result, where those are more than all of it."""
+TURN_BYTES = 1 << 10
+"""Bytes of the largest number of each row, which a run brings back while the one before it is being read."""
+TURNS = 2
+"""Recordings of runs that are started ahead, of one kind: one is written while the other waits."""
 Results = Sequence[tuple[int, int]]
 """Address on the device, and bytes."""
 Places = Mapping[object, tuple[int, int]]
@@ -52,6 +56,8 @@ class Key(NamedTuple):
     weights   number of the requantized weights, 0: the file's
     rows      of the class;  parts: of the context that its pages reach
     largest   how many numbers of each row of the result are found; 0: all are copied
+    turn      0: the host sends its tokens.  1, 2: they are what the run before it found, and of such runs one is written by the
+              host while the other waits to be copied
     """
 
     mode: Mode
@@ -60,6 +66,7 @@ class Key(NamedTuple):
     rows: int
     parts: int
     largest: int = 0
+    turn: int = 0
 
 
 def placed(sizes: Iterable[int]) -> list[tuple[int, int]]:
@@ -104,11 +111,12 @@ def padded(rows: Rows, count: int, page: Page) -> Rows:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Recorded:
     """A recording, with what it copies: the block to `memory`, and results to `results`, which are valid until the next run.
 
-    places   of what is sent: where it begins in the block, and its bytes
+    places    of what is sent: where it begins in the block, and its bytes
+    started   since it was last waited for: the block may not have been copied yet
     """
 
     recording: Recording
@@ -118,18 +126,19 @@ class Recorded:
     results: Sequence[NDArray[np.uint8]]
     block: SentBlock
     nbytes: int
+    started: bool = False
 
 
 class Recordings:
     """The recordings of one program, within memory that is reserved when it is made.
 
-    recorded   recordings made so far;  waited_s: seconds in which the host waited for the end of one
+    recorded   recordings made so far
     """
 
     def __init__(self, device: Device, most_rows: int, width: int, steps: int) -> None:
         """most_rows    of a recording;  width: of a row of the result, float32;  steps: launches of a run, 0: record nothing"""
         self.rows = min(most_rows, ROW_CLASSES[-1])
-        self.recorded, self.waited_s = 0, 0.0
+        self.recorded = 0
         self._device = device
         self._result_bytes = self.rows * width * 4 + MAX_BYTES
         self._room = RECORDINGS * (steps + OTHER_STEPS) * STEP_BYTES + BLOCK_BYTES if steps else 0
@@ -163,15 +172,20 @@ class Recordings:
             self._give_up()
             return None
 
-    def replay(self, recorded: Recorded) -> Sequence[NDArray[np.uint8]] | None:
-        """The results of one, as bytes; None: there is no memory to start it."""
-        began = perf_counter()
+    def start(self, recorded: Recorded) -> bool:
+        """Start one; False: there is no memory for it."""
         try:
-            recorded.recording.replay()
+            recorded.recording.start()
         except ResourceError:
             self._give_up()
-            return None
-        self.waited_s += perf_counter() - began
+            return False
+        recorded.started = True
+        return True
+
+    def wait(self, recorded: Recorded) -> Sequence[NDArray[np.uint8]]:
+        """The results of one that was started, as bytes."""
+        recorded.recording.wait()
+        recorded.started = False
         return recorded.results
 
     def _give_up(self) -> None:
@@ -184,7 +198,7 @@ class Recordings:
         places = dict(zip(sent, placed(values.nbytes for values in sent.values()), strict=True))
         end = max(start + nbytes for start, nbytes in places.values())
         pinned, memory = self._device.pinned(end), self._device.allocate(end)
-        back = placed(nbytes for _, nbytes in results)
+        back = [(key.turn * TURN_BYTES + start, nbytes) for start, nbytes in placed(nbytes for _, nbytes in results)]
         steps = [
             Copy("in", memory.address, pinned.address, end),
             *calls({name: memory.address + start for name, (start, _) in places.items()}),

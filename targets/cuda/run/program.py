@@ -20,6 +20,7 @@ from edgeq.targets.cuda.lowering import DEFAULT, lower
 from edgeq.targets.cuda.lowering.context import Launch, Lowering, Routed, Tuning
 from edgeq.targets.cuda.lowering.largest import Chosen, largest, most
 from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
+from edgeq.targets.cuda.run.ahead import RunsAhead
 from edgeq.targets.cuda.run.feed import Feed
 from edgeq.targets.cuda.run.graphs import ROW_CLASSES, Recordings, repeats
 from edgeq.targets.cuda.run.kernels import ProgramKernels
@@ -92,7 +93,9 @@ class CudaProgram(RecordsRuns):
             chosen = self._chosen(self.most_largest).launches
             self._kernels.load([bandwidth.KERNEL, *(variant for variant, _ in chosen)], on_progress)
         self._recordings = self._new_recordings()
-        self._replays = RecordedRuns(self._recordings, self._storage, self._pages, self._kernels, feed)
+        result = self._storage.address(self._result_name), 4 * self._logits.shape[1]
+        self._replays = RecordedRuns(self._recordings, self._storage, self._pages, self._kernels, feed, result=result)
+        self._ahead = RunsAhead(self._replays)
 
     def _chosen(self, count: int) -> Chosen:
         """The launches that find the largest numbers of the result."""
@@ -136,11 +139,6 @@ class CudaProgram(RecordsRuns):
         return [each for each in self._made(self.options.mode, self._own).launches((1, 1)) if isinstance(each, Launch)]
 
     @property
-    def waited_s(self) -> float | None:
-        """Seconds so far in which the host waited for runs that were started as one graph; None: none are."""
-        return self._recordings.waited_s if self._recordings.reserved else None
-
-    @property
     def device_bytes(self) -> int:
         """Bytes of device memory that this program holds, or has reserved for recordings."""
         return self._storage.nbytes + self._pages.nbytes + self._recordings.reserved
@@ -170,10 +168,12 @@ class CudaProgram(RecordsRuns):
 
     def new_page(self) -> Page:
         with self._guard:
+            self._ahead.drop()
             return self._pages.page()
 
     def copy_page(self, page: Page) -> Page:
         with self._guard:
+            self._ahead.drop()
             return self._pages.filled(self._pages.contents(page))
 
     def save_page(self, page: Page) -> bytes:
@@ -182,6 +182,7 @@ class CudaProgram(RecordsRuns):
 
     def load_page(self, data: NDArray[np.uint8]) -> Page:
         with self._guard:
+            self._ahead.drop()
             return self._pages.filled(data)
 
     def new_sums(self) -> InputSums:
@@ -209,6 +210,7 @@ class CudaProgram(RecordsRuns):
     def seconds_of(self, kind: type[Operation], rows: Rows, rounds: int, repetitions: int) -> list[float]:
         """By the device's clock, what the launches of one kind of operation in a run without times take `rounds` times."""
         with self._guard:
+            self._ahead.drop()
             lowering = self._made(self.options.mode, "file")
             return self._one_by_one.seconds_of(kind, rows, lowering, rounds, repetitions)
 
@@ -219,7 +221,9 @@ class CudaProgram(RecordsRuns):
     def run_summing(self, rows: Rows, sums: InputSums, mode: Mode | None = None) -> NDArray[np.float32]:
         return self._checked(rows, mode, "masters", sums=sums)
 
-    def run_largest(self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None) -> Largest:
+    def run_largest(
+        self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None, *, ahead: bool = False
+    ) -> Largest:
         if not 0 < count <= self.most_largest or rows.wanted.shape[0] > self.largest_rows:
             raise ValueError(
                 f"the {count} largest of {len(rows.wanted)} rows; at most {self.most_largest} of {self.largest_rows}"
@@ -230,8 +234,10 @@ class CudaProgram(RecordsRuns):
         chosen = self._chosen(1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length())))
         with self._guard:
             lowering = self._made(mode or self.options.mode, "requantized" if weights else "file")
-            found = self._replayed(rows, lowering, weights, chosen)
+            recorded = self._is_recorded(rows, lowering)
+            found = self._ahead.run(rows, lowering, weights, chosen, ahead and count == 1) if recorded else None
             if found is None:
+                self._ahead.drop()
                 self._one_by_one.run(rows, lowering, weights)
                 found = self._largest_of_result(chosen, rows.wanted.shape[0])
         values, ids, finite = found[0].view(np.float32), found[1].view(np.int32), found[2].view(np.int32)
@@ -261,6 +267,7 @@ class CudaProgram(RecordsRuns):
     ) -> NDArray[np.float32]:
         check_rows(rows, self.options, self._graph.together)
         with self._guard:
+            self._ahead.drop()
             lowering = self._made(mode or self.options.mode, source)
             if sums is not None:
                 self._storage.send("sums", sums.values)
@@ -274,7 +281,11 @@ class CudaProgram(RecordsRuns):
     def _result(self, rows: Rows, lowering: Lowering, weights: CudaWeights | None) -> NDArray[np.float32]:
         """Run; the rows of the result."""
         width, timed = self._logits.shape[1], self._recording
-        if not timed and (found := self._replayed(rows, lowering, weights, None)) is not None:
+        started = (
+            self._replays.start(rows, lowering, weights, None) if not timed and self._is_recorded(rows, lowering) else None
+        )
+        if started is not None:
+            found = self._replays.wait(started)
             return found[0].view(np.float32).reshape(-1, width)[: rows.wanted.shape[0]]
         if timed:
             record = self._recordings.reserved > 0 and repeats(rows, self._recordings.rows)
@@ -286,17 +297,10 @@ class CudaProgram(RecordsRuns):
             self._device.read(self._storage.address(self._result_name), self._logits[:count])
         return self._logits[:count]
 
-    def _replayed(
-        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None
-    ) -> Sequence[NDArray[np.uint8]] | None:
-        """What a recording of such runs brings back, for the rows of its class; None: the run is no such one, or there is no
-        memory for it."""
+    def _is_recorded(self, rows: Rows, lowering: Lowering) -> bool:
+        """Whether such runs are started as recordings, where there is memory for it."""
         recordings = self._recordings
-        if lowering.source == "masters" or not recordings.reserved or not repeats(rows, recordings.rows):
-            return None
-        count = self._replays.rows_of[rows.tokens.shape[0]]
-        whole = ((self._storage.address(self._result_name), 4 * count * self._logits.shape[1]),)
-        return self._replays.run(rows, lowering, weights, chosen, chosen.results(count) if chosen else whole)
+        return lowering.source != "masters" and recordings.reserved > 0 and repeats(rows, recordings.rows)
 
     @cached_property
     def _result_name(self) -> tuple[str, int]:

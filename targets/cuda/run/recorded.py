@@ -14,53 +14,63 @@ from edgeq.targets.cuda.lowering.context import Angles, Bring, Gather, Lowering,
 from edgeq.targets.cuda.lowering.largest import Chosen
 from edgeq.targets.cuda.run.block import AngleRows, SentBlock
 from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
-from edgeq.targets.cuda.run.graphs import Key, Places, Recordings, Results, gathered, padded, parts_of, row_class
+from edgeq.targets.cuda.run.graphs import Key, Places, Recorded, Recordings, gathered, padded, parts_of, row_class
 from edgeq.targets.cuda.run.kernels import ProgramKernels
 from edgeq.targets.cuda.run.requantized import CudaWeights
 from edgeq.targets.cuda.run.storage import Pages, Storage
 from edgeq.targets.rows import PAGE, Page, Rows
 
+TOKENS = [("tokens", "sent", stage) for stage in range(2)]
+"""Where a run reads its tokens, by name."""
+
 
 class RecordedRuns:
-    """Replays the recording of a run, and makes it when such a run first comes."""
+    """Starts the recording of a run, and makes it when such a run first comes."""
 
-    def __init__(self, recordings: Recordings, storage: Storage, pages: Pages, kernels: ProgramKernels, feed: Feed) -> None:
+    def __init__(
+        self, recordings: Recordings, storage: Storage, pages: Pages, kernels: ProgramKernels, feed: Feed, *,
+        result: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """result   of a run: its address, and the bytes of a row"""
         self._recordings, self._storage, self._pages = recordings, storage, pages
         self._kernels, self._feed = kernels, feed
+        self._result, self._result_bytes = result
         self._classes = [row_class(count, recordings.rows) for count in range(recordings.rows + 1)]
         self._angles: dict[Angles, AngleRows] = {}
         self._padding: Page | None = None
 
-    def run(
-        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, results: Results
-    ) -> Sequence[NDArray[np.uint8]] | None:
-        """The results for the rows of the class, as bytes that are valid until the next run; None: there is no memory for it.
+    def start(
+        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, turn: int = 0
+    ) -> Recorded | None:
+        """Start a run; None: there is no memory for it.
 
-        results   what is brought back of so many rows
+        turn   as of Key; not 0: its rows have no tokens yet, as they are what `chosen` found in the run that was started last
         """
         count, parts = self._classes[rows.tokens.shape[0]], parts_of(rows)
         number = weights.number if weights else 0
-        key = Key(lowering.options.mode, lowering.source, number, count, parts, chosen.count if chosen else 0)
+        key = Key(lowering.options.mode, lowering.source, number, count, parts, chosen.count if chosen else 0, turn)
         if self._padding is None:
             self._padding = self._pages.page()
         found = self._recordings.kept(key)
+        if found is not None and found.started:
+            self._recordings.wait(found)
         if found is not None and found.block.takes(rows):
             found.block.fill(rows, self._padding)
-            return self._recordings.replay(found)
+            return found if self._recordings.start(found) else None
         entries = min(PAGES_OF_A_RUN, count * parts * (PART // PAGE))
         sent = self._feed.of(padded(rows, count, self._padding), lowering, pages=entries)
         if found is None:
             steps = partial(self._steps, lowering, weights, chosen, key, sent)
+            results = chosen.results(count) if chosen else [(self._result, self._result_bytes * count)]
             found = self._recordings.record(key, sent, steps, results, partial(self._block, lowering, key, sent))
         if found is None:
             return None
         found.block.copy(sent)
-        return self._recordings.replay(found)
+        return found if self._recordings.start(found) else None
 
-    @property
-    def rows_of(self) -> Sequence[int]:
-        """Rows of the recording for so many."""
-        return self._classes
+    def wait(self, recorded: Recorded) -> Sequence[NDArray[np.uint8]]:
+        """The results for the rows of the class, as bytes that are valid until the next run."""
+        return self._recordings.wait(recorded)
 
     def _block(self, lowering: Lowering, key: Key, sent: Sent, array: NDArray[np.uint8], places: Places) -> SentBlock:
         for angles in lowering.angles:
@@ -75,6 +85,10 @@ class RecordedRuns:
         """The launches, reading what is sent where the recording copies it."""
         moved = {self._storage.address(name): at for name, at in places.items() if not isinstance(name, Gather)}
         found: list[Call | Copy] = []
+        if key.turn:
+            assert chosen is not None
+            sent_to = [at for name, at in places.items() if name in TOKENS]
+            found += [Copy("within", at, chosen.ids, 4 * key.rows) for at in sent_to]
         for each in lowering.launches((key.rows, key.rows)):
             assert not isinstance(each, Routed | Bring)
             if isinstance(each, Gather):

@@ -167,13 +167,13 @@ def test_what_is_recorded_is_replayed_and_finalizers_leave_the_context_of_the_th
         found["before"] = result.array.tolist()
         for first in (0, 100):
             block.array[:] = np.arange(first, first + 64)
-            recording.replay()
+            recording.start(), recording.wait()
             found[f"after {first}"] = result.array.tolist()
         graphs = ctypes.CDLL("libcuda.so.1").imitated_graphs
         found["graphs"] = graphs()
         held = result.array
         del result
-        recording.replay()
+        recording.start(), recording.wait()
         found["held"] = held.tolist() == found["after 100"]
         found["outside"] = failing(device.record, [Copy("in", memory.address, block.address + 1, 64)])
         def finalize():
@@ -215,7 +215,7 @@ def test_times_are_those_of_the_device_in_a_recording_and_outside(tmp_path: Path
         found["too early"] = failing(device.seconds, within)
         found["recorded"] = []
         for _ in range(4):
-            recording.replay()
+            recording.start()
             found["recorded"] += device.seconds(within)
         """,
     )
@@ -227,6 +227,35 @@ def test_times_are_those_of_the_device_in_a_recording_and_outside(tmp_path: Path
 
 
 @on_an_imitated_gpu
+def test_the_end_of_a_recording_is_waited_for_while_the_next_one_still_runs(tmp_path: Path) -> None:
+    """And one that is dropped has ended before memory that it reads is freed."""
+    found = on_gpu(
+        tmp_path,
+        """
+        from edgeq.targets.cuda.device.device import Copy
+        device = driver.DriverDevice()
+        memory, results, made = device.allocate(64), [device.pinned(64) for _ in range(2)], []
+        blocks = [device.pinned(64) for _ in range(2)]
+        for block, result, value in zip(blocks, results, (3, 4)):
+            block.array[:] = value
+            made.append(device.record([Copy("in", memory.address, block.address, 64),
+                                       Copy("out", result.address, memory.address, 64)]))
+        made[0].start(), made[1].start(), made[0].wait()
+        found["first"] = [int(result.array[0]) for result in results]
+        made[0].start()
+        blocks[1].array[:] = 5
+        made[1].wait()
+        found["second"] = [int(result.array[0]) for result in results]
+        made[1].start()
+        del made, block, blocks
+        device.synchronize()
+        found["dropped"] = [int(result.array[0]) for result in results]
+        """,
+    )
+    assert found == {"first": [3, 0], "second": [3, 5], "dropped": [3, 5]}
+
+
+@on_an_imitated_gpu
 def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> None:
     found = on_gpu(
         tmp_path,
@@ -235,7 +264,8 @@ def test_a_graph_without_memory_is_no_failure_of_the_device(tmp_path: Path) -> N
         device = driver.DriverDevice()
         block, memory = device.pinned(64), device.allocate(64)
         found["full"] = failing(device.record, [Copy("in", memory.address, block.address, 64)])
-        device.record([Copy("in", memory.address, block.address, 64)]).replay()
+        recording = device.record([Copy("in", memory.address, block.address, 64)])
+        recording.start(), recording.wait()
         """,
         fail="cuGraphInstantiate:2",
     )
@@ -251,9 +281,9 @@ def test_a_graph_without_memory_to_start_is_no_failure_of_the_device(tmp_path: P
         device = driver.DriverDevice()
         block, memory = device.pinned(64), device.allocate(64)
         recording = device.record([Copy("in", memory.address, block.address, 64)])
-        found["full"] = failing(recording.replay)
+        found["full"] = failing(recording.start)
         block.array[:] = 7
-        recording.replay()
+        recording.start()
         got = np.zeros(64, np.uint8)
         device.read(memory.address, got)
         found["then"] = got.tolist()

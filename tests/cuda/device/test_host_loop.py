@@ -48,28 +48,36 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.parametrize("room", [1, 100])
 @pytest.mark.parametrize("context", [40, 1900])
-def test_a_token_takes_few_calls_whatever_its_context(path: Path, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(CudaTarget(Nothing(), plan.names_only), []))
-    calls = 0
+def test_a_token_takes_few_calls_whatever_its_context(
+    path: Path, context: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """room   1: no run is started ahead; else the GPU has the next run before the one before it has ended"""
+    device = Nothing()
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(CudaTarget(device, plan.names_only), []))
+    calls, idle = 0, 0
 
     def count(frame: FrameType, event: str, of: object) -> None:
-        nonlocal calls
+        nonlocal calls, idle
         calls += event in ("call", "c_call")
+        idle += event in ("call", "c_call") and not device.started
 
     with Model.load(path, target="cuda", mode="a16", context=2048) as model:
         session = model.session()
         session.prefill([1] * context)
         stream, stepper = Stream(session, Sampler(Sampling(temperature=0)), [1] * (context + 1)), PlainStepper()
-        stepper.step([stream], [1])
+        for _ in range(4):
+            stepper.step([stream], [room])
         sys.setprofile(count)
         try:
             for _ in range(TOKENS):
-                stepper.step([stream], [1])
+                stepper.step([stream], [room])
         finally:
             sys.setprofile(None)
-        assert stream.error is None and len(session.tokens) == context + TOKENS + 1
+        assert stream.error is None and len(session.tokens) == context + TOKENS + 4
     assert TOKENS < calls <= TOKENS * MOST_CALLS, calls / TOKENS
+    assert idle == 0 if room > 1 else idle > TOKENS, idle / TOKENS
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, program: CudaProgram) -> list[Rows]:

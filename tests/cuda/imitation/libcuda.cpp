@@ -29,6 +29,7 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVAL
 namespace {
 using Address = unsigned long long;
 struct Module { std::string image; };
+struct Event { double time; int waiting; bool timed; };  // waiting: times in the queue that it was recorded
 struct Function { std::string name; void (*entry)(void **); char *shared, *shared_end; std::vector<int> sizes; };
 
 long setting(const char *name, long otherwise) {
@@ -77,9 +78,10 @@ int later(std::function<int()> step) {
   return SUCCESS;
 }
 
-int finish() {
+// Does what was asked for: all of it, or as long as `waiting` of an event says that more has to come before it.
+int finish(const int *waiting = nullptr) {
   if (capture) return INVALID_CAPTURE;
-  while (!queue.empty()) {
+  while (!queue.empty() && (!waiting || *waiting)) {
     int error = queue.front()();
     queue.pop_front();
     if (error) return lost = error;
@@ -266,35 +268,36 @@ int cuGraphExecDestroy(Steps *graph) {
   return drop(graph, true);
 }
 int imitated_graphs() { return graphs.size(); }
-int cuEventCreate(void **event, unsigned) {
+int cuEventCreate(Event **event, unsigned flags) {
   CALL("cuEventCreate");
-  return *event = new double(0), SUCCESS;
+  return *event = new Event{0, 0, flags != 2}, SUCCESS;
 }
-static int stamp(double *event, void *stream) {
-  if (stream != &stream_marker) return INVALID_VALUE;
-  return later([=] {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return *event = 1e3 * now.tv_sec + 1e-6 * now.tv_nsec, int(SUCCESS);
-  });
+static int stamp(Event *event) {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return event->time = 1e3 * now.tv_sec + 1e-6 * now.tv_nsec, int(SUCCESS);
 }
-int cuEventRecord(double *event, void *stream) {
+int cuEventRecord(Event *event, void *stream) {
   CALL("cuEventRecord");
   // In a graph it would order steps and take no time.
-  return capture ? INVALID_CAPTURE : stamp(event, stream);
+  if (capture) return INVALID_CAPTURE;
+  if (stream != &stream_marker) return INVALID_VALUE;
+  ++event->waiting;
+  return later([=] { return --event->waiting, stamp(event); });
 }
-int cuEventRecordWithFlags(double *event, void *stream, unsigned flags) {
+int cuEventRecordWithFlags(Event *event, void *stream, unsigned flags) {
   CALL("cuEventRecordWithFlags");
-  return flags == 1 ? stamp(event, stream) : INVALID_VALUE;
+  return flags == 1 && stream == &stream_marker ? later([=] { return stamp(event); }) : INVALID_VALUE;
 }
-int cuEventSynchronize(void *) {
+int cuEventSynchronize(Event *event) {
   CALL("cuEventSynchronize");
-  return finish();
+  // One that a graph records has no place in the queue of its own.
+  return event->timed ? finish() : finish(&event->waiting);
 }
-int cuEventElapsedTime(float *milliseconds, double *start, double *stop) {
-  return *milliseconds = *stop - *start, *start && *stop ? SUCCESS : INVALID_VALUE;
+int cuEventElapsedTime(float *milliseconds, Event *start, Event *stop) {
+  return *milliseconds = stop->time - start->time, start->time && stop->time ? SUCCESS : INVALID_VALUE;
 }
-int cuEventDestroy(double *event) {
+int cuEventDestroy(Event *event) {
   CALL("cuEventDestroy");
   if (int error = finish()) return error;
   return delete event, SUCCESS;

@@ -189,7 +189,7 @@ def test_without_memory_launches_are_started_one_by_one(
         raise ResourceError("no room")
 
     # To record them, or to start what was recorded.
-    for owner, name in ((device, "record"), (EmulatedRecording, "replay")):
+    for owner, name in ((device, "record"), (EmulatedRecording, "start")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, full)
             other = compiled()
@@ -252,3 +252,87 @@ def test_tokens_drawn_from_the_largest_logits_are_those_drawn_from_all(
         changed = replace(sampling, repeat_penalty=1.2)
         assert model.generate("def read(", max_tokens=3, sampling=changed, ignore_eos=True).text()
         assert not any(name.startswith("largest") for name in device.launches)
+
+
+class Greedy:
+    """A text by hand whose runs may be started ahead, and what its tokens are by launches that are started one by one."""
+
+    def __init__(self, program: CudaProgram, length: int) -> None:
+        self.text, self.alone, self.token = Text(program, length), Text(program, length), 1
+
+    def step(self, ahead: bool = True, token: int | None = None) -> int:
+        """The token after `token`, or after the last one."""
+        token = self.token if token is None else token
+        whole = one_by_one(self.alone.program, rows_of([self.alone], [[token]]))
+        found = self.text.program.run_largest(rows_of([self.text], [[token]]), 1, ahead=ahead)
+        assert found.ids.tolist() == [[int(whole[0].argmax())]] and found.values[0, 0] == whole.max() and found.finite.all()
+        for text in (self.text, self.alone):
+            text.length += 1
+        self.token = int(found.ids[0, 0])
+        return self.token
+
+
+def test_a_run_that_is_started_ahead_is_the_next_one_or_none(path: Path, device: EmulatedDevice) -> None:
+    """Texts that go on as expected, take another token or take turns, and pages that change; started runs are counted."""
+    file = ModelFile.open(path)
+    settings = Options("a16", max_rows=4, max_logits=4)
+    program, beside = (
+        CudaTarget(each).compile(decoder(file.metadata, 4096), file, settings) for each in (device, EmulatedDevice())
+    )
+    assert isinstance(program, CudaProgram) and isinstance(beside, CudaProgram)
+
+    def greedy(length: int) -> Greedy:
+        made = Greedy(program, length)
+        made.alone = Text(beside, length)
+        return made
+
+    def wasted(runs: int, before: int) -> int:
+        return device.replays - before - runs
+
+    first, second = greedy(30), greedy(40)
+    # The first run has none before it, the second is followed by one that waits.
+    for _ in range(6):
+        first.step()
+    assert wasted(6, 0) == 1 and recorded(program) == 3
+    first.step(ahead=False)
+    assert wasted(7, 0) == 0 and program._ahead._next is None
+    # Another token than the largest, then two texts by turns.
+    for _ in range(3):
+        first.step()
+    first.step(token=(first.token + 1) % 100)
+    assert wasted(11, 0) == 2
+    for _ in range(3):
+        first.step()
+        second.step()
+    assert wasted(17, 0) == 2
+    # What the run has written that nobody waited for is overwritten.
+    for _ in range(4):
+        first.step()
+    assert wasted(21, 0) == 3 and recorded(program) == 3
+    # A page that is made or copied meanwhile, as of a session that another begins with.
+    before = device.replays
+    program.copy_page(first.text.pages[0])
+    first.step()
+    assert wasted(1, before) == 0
+    # A run that is not recorded.
+    first.step()
+    whole = program.run(rows_of([first.text], [[first.token]])).copy()
+    assert np.array_equal(whole, one_by_one(beside, rows_of([first.alone], [[first.token]])))
+    first.step()
+
+
+def test_a_text_is_the_same_whether_its_runs_are_started_ahead(
+    path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the ends of two pages, where a run waits for the page of the next one."""
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(device), []))
+    texts, replays = [], []
+    for graphs_too in (True, False):
+        with Model.load(path, target="cuda", mode="a16", context=256, max_rows=32, graphs=graphs_too) as model:
+            before = device.replays
+            generation = model.generate("def read(", max_tokens=130, sampling=Sampling(), ignore_eos=True)
+            texts.append((generation.text(), generation.tokens))
+            replays.append(device.replays - before)
+    assert texts[0] == texts[1]
+    # One for each token but the first, which the prompt gives; nothing is started for a token that cannot come.
+    assert replays == [129, 0]

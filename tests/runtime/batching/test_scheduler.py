@@ -90,7 +90,7 @@ def finds_largest(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
     program: Any = model.program
     asked = list[tuple[int, int]]()
 
-    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None) -> Largest:
+    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None, *, ahead: bool = False) -> Largest:
         asked.append((len(rows), count))
         logits = program.run(rows, mode)
         ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]

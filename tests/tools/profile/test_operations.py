@@ -242,7 +242,7 @@ def test_a_target_that_finds_the_largest_logits_is_recorded_by_runs_that_tell_ti
     program: Any = model.program
     program.most_largest, program.largest_rows = 8, 8
 
-    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None) -> Largest:
+    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None, *, ahead: bool = False) -> Largest:
         asked.append(count)
         logits = program.run(rows, mode)
         ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]

@@ -1,0 +1,88 @@
+"""Texts whose next token is the largest number of a run: the run after it is started before the host knows that token.
+
+The device writes the token where the next run reads it, so it goes on while the host draws, writes text and prepares the run
+after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.targets.cuda.lowering.context import Lowering
+from edgeq.targets.cuda.lowering.largest import Chosen
+from edgeq.targets.cuda.run.graphs import TURNS, Recorded
+from edgeq.targets.cuda.run.recorded import RecordedRuns
+from edgeq.targets.cuda.run.requantized import CudaWeights
+from edgeq.targets.rows import Rows
+
+
+@dataclass
+class NextRun:
+    """A run that was started for sessions with these lists of pages, by their ids; `tokens`: what the run before it found."""
+
+    recorded: Recorded
+    turn: int
+    lowering: Lowering
+    rows: Rows
+    sessions: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+
+    def is_of(self, rows: Rows, lowering: Lowering) -> bool:
+        own = self.rows
+        return (
+            lowering is self.lowering
+            and rows.tokens.tolist() == self.tokens
+            and rows.slots.tobytes() == own.slots.tobytes()
+            and rows.positions.tobytes() == own.positions.tobytes()
+            and rows.sessions.tobytes() == own.sessions.tobytes()
+        )
+
+
+class RunsAhead:
+    """A run that was started ahead is used if it is the next run of the program, and of the tokens that were found.
+
+    Else its time is lost and nothing more: what it wrote in the cache, the run that comes in its place writes again, as the
+    device does one after the other.
+    """
+
+    def __init__(self, runs: RecordedRuns) -> None:
+        self._runs = runs
+        self._next: NextRun | None = None
+        self._last: Sequence[int] = ()
+
+    def drop(self) -> None:
+        """Something else runs, or pages change: what was started is not used."""
+        self._next, self._last = None, ()
+
+    def run(
+        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen, ahead: bool
+    ) -> Sequence[NDArray[np.uint8]] | None:
+        """As `Chosen.results`, for the rows of the class; None: there is no memory for it.
+
+        ahead   the largest number of each row is likely to be the next token of its session, whose pages have room for it
+        """
+        # By their ids, as the lists keep pages alive: a session that is closed has let go of them.
+        sessions, last, started = tuple(map(id, rows.pages)), self._last, self._next
+        self.drop()
+        if started is not None and weights is None and sessions == started.sessions and started.is_of(rows, lowering):
+            recorded: Recorded | None = started.recorded
+        else:
+            started, recorded = None, self._runs.start(rows, lowering, weights, chosen)
+        if recorded is None:
+            return None
+        # Not for sessions that take turns, for each of which the run of another would come in between.
+        if ahead and weights is None and sessions == last and recorded.block.takes(rows):
+            turn = started.turn % TURNS + 1 if started else 1
+            after = Rows(rows.tokens, rows.positions + 1, rows.slots + 1, rows.sessions, rows.pages, rows.wanted)
+            following = self._runs.start(after, lowering, None, chosen, turn)
+            if following is not None:
+                self._next = NextRun(following, turn, lowering, after, sessions)
+        self._last = sessions
+        found = self._runs.wait(recorded)
+        if self._next is not None:
+            self._next.tokens = found[1].view(np.int32)[: rows.tokens.shape[0]].tolist()
+        return found
