@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 SOURCE := models/tiny-llama
 DEMO := build/demo/tiny-llama.edgeq
 
-.PHONY: demo demo-vision demo-chat test test-real setup-real setup-cuda test-cuda kernels gpu-bundle test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
+.PHONY: demo demo-vision demo-chat test test-real setup-real setup-cuda test-cuda test-cuda13 kernels gpu-bundle test-gpu test-gpu-imitated test-exhaustive test-lowest test-python test-clients fuzz lint docs schema clean
 
 demo: $(DEMO)
 	@echo; echo "== what is in the file"
@@ -110,6 +110,16 @@ setup-cuda: $(VENV)/installed-build $(VENV)/installed-cuda12
 
 test-cuda: $(VENV)/installed-test setup-cuda
 	$(BIN)/python -m pytest $(PARALLEL) -m cuda
+
+# The driver by the bindings of CUDA 13 too, which JetPack 7 and machines with new drivers have; all other tests use those of CUDA 12.
+BINDINGS13 := build/bindings13
+
+test-cuda13: $(VENV)/installed-test setup-cuda $(BINDINGS13)/installed
+	PYTHONPATH=$(abspath $(BINDINGS13)) $(BIN)/python -m pytest tests/cuda/device/test_driver.py
+
+$(BINDINGS13)/installed: pyproject.toml | $(BIN)/python
+	$(INSTALL) --no-deps --upgrade --target $(BINDINGS13) "cuda-bindings==13.*"
+	@touch $@
 
 # The same tests on a GPU.  `make kernels GPU=sm_90` compiles their kernels, which tests/cuda/asked lists, on any machine; `make test-gpu`
 # runs them from build/kernels on the one with the GPU, with neither tvm nor a network, then under compute-sanitizer where CUDA's toolkit

@@ -32,6 +32,8 @@ STAGING = 32 << 20
 PIECE = STAGING // 4
 """Bytes that are copied at a time, so that the processor fills one piece while the GPU takes another."""
 PIECE_ALIGNMENT = 64
+FETCHED = 128
+"""Bytes that a miss of the L2 cache is to bring: a line, which kernels ask for once.  Ampere's default is taken to be 64."""
 P = ParamSpec("P")
 R = TypeVar("R")
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
@@ -182,6 +184,8 @@ class DriverDevice:
         context = self._call("cuDevicePrimaryCtxRetain", self._handle)
         try:
             self._call("cuCtxSetCurrent", context)
+            with suppress(DriverError):  # a hint, which not every GPU takes
+                self._call("cuCtxSetLimit", self._cuda.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY, FETCHED)
             self._stream = self._call("cuStreamCreate", int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
             self._staging = int(self._call("cuMemHostAlloc", STAGING, 0))
         except BaseException:

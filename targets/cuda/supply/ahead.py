@@ -21,7 +21,7 @@ class CudaBuilder:
     architectures: Sequence[str] = (*(f"sm_{sm}" for sm in nvrtc.COMPILED_FOR), nvrtc.VIRTUAL)
 
     def refusal(self) -> str | None:
-        return build.refusal() or nvrtc.refusal()
+        return build.refusal() or nvrtc.refusal() or build.other_versions()
 
     def arch_for(self, isa: str) -> str | None:
         capability = re.fullmatch(r"sm_(\d{2,3})", isa, re.ASCII)

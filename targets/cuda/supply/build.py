@@ -56,6 +56,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def other_versions() -> str | None:
+    """Why packs that are made here would be refused elsewhere; None: they would not."""
+    wanted = GENERATOR | COMPILER
+    other = [f"{name} {version}" for name, version in versions().items() if version != wanted[name]]
+    return (
+        f"{', '.join(other)} is installed, whose packs are refused elsewhere; run: pip install edgeq[build]" if other else None
+    )
+
+
 @cache
 def generator_digest() -> str:
     """Digest of everything but the variant that the text of a kernel depends on."""

@@ -99,11 +99,15 @@ def test_memory_is_written_and_read_in_order_from_any_thread(tmp_path: Path) -> 
         worker.start(), worker.join()
         found["after"] = device.memory()
         found["facts"] = [device.name, device.sm, device.multiprocessors, device.integrated, device.driver]
+        import ctypes
+        found["fetched"] = ctypes.CDLL("libcuda.so.1").imitated_fetched()
         """,
         memory=1 << 27,
     )
     assert found["memory"] == found["after"] == [1 << 27, 1 << 27] and found["left"] == (1 << 27) - (40 << 20)
     assert found["same"] and found["facts"] == ["Imitated GPU 0", 87, 8, False, 12060]
+    # All of a line, of which prefetches name one address.
+    assert found["fetched"] == 128
 
 
 @on_an_imitated_gpu
@@ -364,7 +368,7 @@ def test_an_image_that_the_driver_does_not_take_is_refused_by_name(tmp_path: Pat
     ("settings", "match"),
     [
         ({"driver": 11040}, "the driver is of CUDA 11.4; 12.0 or later is needed"),
-        ({"sm": 75}, "Imitated GPU 0: it is sm_75; sm_80 .Ampere. or later is needed"),
+        ({"sm": 75, "driver": 13000}, "Imitated GPU 0: it is sm_75; sm_80 .Ampere. or later is needed"),
         ({"count": 0}, "no NVIDIA GPU|may hide it"),
     ],
 )

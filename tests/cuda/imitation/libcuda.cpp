@@ -42,6 +42,7 @@ using Steps = std::deque<std::function<int()>>;
 Steps queue, *capture;
 std::map<Steps *, bool> graphs;  // true: it can be started
 std::map<std::string, int> counts;
+size_t fetched = 64;  // bytes that a miss of L2 brings
 int context_marker, stream_marker, retained, lost, initialized;
 thread_local void *current;
 thread_local std::vector<void *> covered;
@@ -151,6 +152,12 @@ int cuCtxPopCurrent(void **context) {
   *context = current, current = covered.back(), covered.pop_back();
   return SUCCESS;
 }
+int cuCtxSetLimit(int limit, size_t value) {
+  CALL("cuCtxSetLimit");
+  if (limit != 5) return INVALID_VALUE;
+  return fetched = value, SUCCESS;
+}
+int imitated_fetched() { return fetched; }
 int cuCtxGetCurrent(void **context) { return *context = current, SUCCESS; }
 
 int cuMemGetInfo(size_t *free, size_t *total) {

@@ -19,6 +19,7 @@ from edgeq.system import machine
 from edgeq.system.trust import trusted
 from edgeq.targets.cuda.supply import build as kernels
 from edgeq.targets.cuda.supply import nvrtc, pack_file, supply
+from edgeq.targets.cuda.supply.ahead import CudaBuilder
 from edgeq.tools.commands.build import build
 from tests.cuda import imitated
 from tests.cuda.comparing import adapter
@@ -128,6 +129,16 @@ def test_a_gpu_that_is_not_known_is_refused_with_those_that_are(model: Path, cap
     for name in ("sm_75", "raspberry-pi-6", "rtx-1080", "sm_8o"):
         with pytest.raises(InputError, match="supported: sm_80, sm_86, sm_87, sm_89, sm_90, compute_80, neon, .*, jetson"):
             built(model, capsys, name)
+
+
+def test_compilers_whose_packs_others_refuse_make_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside a torch that brings an NVRTC of its own."""
+    versions = {**kernels.versions(), "nvidia-cuda-nvrtc-cu12": "12.8.93"}
+    monkeypatch.setattr(kernels, "versions", lambda: versions)
+    refused = CudaBuilder().refusal()
+    assert refused == (
+        "nvidia-cuda-nvrtc-cu12 12.8.93 is installed, whose packs are refused elsewhere; run: pip install edgeq[build]"
+    )
 
 
 @pytest.mark.exhaustive
