@@ -25,8 +25,6 @@ from tests.cuda import asked, emulated
 from tests.cuda.first_run import carried
 
 HERE = Path(__file__).parent / "imitation"
-BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-"""The tests as on a machine with neither TVM nor NVRTC."""
 SIZES = {"pointer": 8, "int64": 8, "int32": 4, "float32": 4}
 
 
@@ -79,8 +77,11 @@ def nvidia_smi(folder: Path) -> Path:
     return folder
 
 
-def environment(cache: Path, kernels: Path | None = None, **settings: object) -> dict[str, str]:
-    """That of a process which has an imitated GPU; `settings` are those of libcuda.cpp, in lower case."""
+def environment(cache: Path, kernels: Path | None = None, *, bare: bool = False, **settings: object) -> dict[str, str]:
+    """That of a process which has an imitated GPU; `settings` are those of libcuda.cpp, in lower case.
+
+    bare   it has neither TVM nor NVRTC, nor has what it starts, as workers that run tests side by side
+    """
     core = emulated.compiled((emulated.HERE / "emulator.cpp").read_text(), "emulator", "-O2")
     return {
         **os.environ,
@@ -88,15 +89,16 @@ def environment(cache: Path, kernels: Path | None = None, **settings: object) ->
         "XDG_CACHE_HOME": str(cache),
         "IMITATED_CORE": str(core),
         "IMITATED_KERNELS": str(kernels or ""),
+        **({"PYTHONPATH": str(HERE / "bare")} if bare else {}),
         **{f"IMITATED_{name.upper()}": str(value) for name, value in settings.items()},
     }
 
 
 def run(
-    *arguments: str | Path, cache: Path, kernels: Path | None = None, **settings: object
+    *arguments: str | Path, cache: Path, kernels: Path | None = None, bare: bool = False, **settings: object
 ) -> subprocess.CompletedProcess[str]:
     """Python with these arguments on a machine with an imitated GPU."""
-    command, here = [sys.executable, *map(str, arguments)], environment(cache, kernels, **settings)
+    command, here = [sys.executable, *map(str, arguments)], environment(cache, kernels, bare=bare, **settings)
     return subprocess.run(command, env=here, capture_output=True, text=True, timeout=600)
 
 
@@ -110,9 +112,9 @@ def main(capabilities: Sequence[int], arguments: Sequence[str]) -> None:
         made, path = kernels(asked.every(), folder / "kernels"), folder / "pack"
         path.write_bytes(pack(asked.every()))
         for sm in capabilities:
-            here = environment(folder / "cache", made, sm=sm)
+            here = environment(folder / "cache", made, bare=True, sm=sm)
             here["PATH"] = f"{nvidia_smi(folder / 'bin')}:{here['PATH']}"
-            command = [sys.executable, "-c", BARE, "--gpu", "--pack", str(path), str(HERE.parent), *arguments]
+            command = [sys.executable, "-m", "pytest", "--gpu", "--pack", str(path), str(HERE.parent), *arguments]
             print(f"== an imitated GPU of sm_{sm}", flush=True)
             if subprocess.run(command, env=here).returncode:
                 failed.append(sm)

@@ -32,7 +32,8 @@ def needed() -> None:
 
 def run(tests: Sequence[str], pack: Path, made: Path, cache: Path, **settings: object) -> subprocess.CompletedProcess[str]:
     paths = [ROOM / f"{name}.py" for name in tests]
-    return imitated.run("-c", imitated.BARE, "-q", "--gpu", "--pack", pack, *paths, cache=cache, kernels=made, **settings)
+    command = "-m", "pytest", "-q", "--gpu", "--pack", pack, *paths
+    return imitated.run(*command, cache=cache, kernels=made, bare=True, **settings)
 
 
 def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Path) -> None:
@@ -84,6 +85,13 @@ def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Pat
     assert status == 0, ran.stdout
     assert set(tests) >= sanitized.TESTS and len(sanitized.TESTS) <= 30
     assert {variant.kernel for variant in asked.every()} == set(kinds)
+
+
+def test_workers_have_no_compilers_either(tmp_path: Path) -> None:
+    test = tmp_path / "test_worker.py"
+    test.write_text("import pytest\ndef test(): pytest.raises(ImportError, __import__, 'tvm')\n")
+    ran = imitated.run("-m", "pytest", "-q", "-n", "1", test, cache=tmp_path / "cache", bare=True)
+    assert ran.returncode == 0 and "1 passed" in ran.stdout, ran.stdout
 
 
 def test_without_a_gpu_or_a_pack_for_it_one_line_says_so(tmp_path: Path) -> None:
