@@ -167,7 +167,7 @@ def line(model: str, row: InFlight) -> str:
     asked, share = ("all", "all") if row.asked is None else (f"{row.asked / 1e3:.1f}", f"{row.share:.1f}")
     return (
         f"| {device.name} | {model} | {each.name} | {each.ctas} | {row.resident * device.multiprocessors} | {16 * each.blocks} "
-        f"| {16 * each.ahead} | {asked} | {row.needed / 1e3:.1f} | {share} |"
+        f"| {each.ahead} of {each.rounds} | {asked} | {row.needed / 1e3:.1f} | {share} |"
     )
 
 
@@ -216,11 +216,11 @@ To keep its share of the memory busy a multiprocessor must have asked for bandwi
 time (Little's law). The table has what it has asked for, a mean of all multiprocessors, for every product of a decoded
 token; {MARGIN} times the need is wanted, or that all of the product is asked for at once, which is as much as there is. It is
 *computed*: from the blocks of threads that are started and those that the device holds, by the registers and the shared memory
-that the compiler states; from their output channels; and from those for which a block of threads asks before it multiplies
-them. Assumed: that latency, that a prefetch brings all 128 bytes of a line of L2, and that the prefetches are not dropped.
-The numbers are those of the middle of a round of input channels; at its end and at that of the product less is left to ask for.
+that the compiler states; from their output channels; and from the rounds, of up to 1,024 input channels of 16 output channels,
+that a block of threads asks for before it multiplies them. Assumed: that latency, that a prefetch brings all 128 bytes of a
+line of L2, and that the prefetches are not dropped. At the end of the product less is left to ask for.
 
-| device | model | product | blocks of threads | held | output channels of each | asked ahead | KB asked | KB needed | share |
+| device | model | product | blocks of threads | held | output channels of each | rounds ahead | KB asked | KB needed | share |
 |---|---|---|---|---|---|---|---|---|---|"""
     yield from (line(name, each) for name, found in shapes.items() for each in found.asked)
     yield f"""

@@ -143,7 +143,7 @@ class SpreadArguments(Arguments, run=()):
 
     ctas     blocks of threads;  each: blocks of 16 output channels of one
     most     blocks of 16 output channels, where gated of either factor
-    ahead    blocks whose weights are asked for before they are multiplied
+    ahead    rounds of input channels of these blocks, one block after another, that are asked for before they are multiplied
     """
 
     ctas: Int32

@@ -61,9 +61,9 @@ def blocks_held(image: Compiled, threads: int) -> int | None:
 def bytes_in_flight(variant: Variant, blocks: float, threads: int, ahead: int = 1, columns: int | None = None) -> int | None:
     """Bytes of weights that a multiprocessor has asked for: in decode a group of 16 output channels in every warp; else None.
 
-    A fused product has asked for a round of the `ahead` next blocks of 16 output channels too, where its blocks of threads have
-    more; else for all of theirs.  That a prefetch brings all 128 bytes of a line of L2 is an assumption.  Of weights in two
-    blocks of input channels those of the first, which has so many `columns`; None: enough for a round.
+    A fused product has asked for the `ahead` next rounds of 16 output channels too.  That a prefetch brings all 128 bytes of a
+    line of L2 is an assumption.  Of weights in two blocks of input channels those of the first, which has so many `columns`;
+    None: enough for a round.
     """
     at = DETAILS.get(variant.kernel)
     if at is None or not all(isinstance(value, int) for value in variant.literals[at : at + 4]):
@@ -75,9 +75,13 @@ def bytes_in_flight(variant: Variant, blocks: float, threads: int, ahead: int = 
 def asked(bits: int, group: int, warps: int, ahead: int, columns: int | None = None) -> int:
     """Bytes of weights that a block of threads has asked for: groups that its warps multiply, and `ahead` rounds."""
     most = math.inf if columns is None else columns
-    multiplied = warps * max(32, group)
-    channels = int(min(multiplied, most) + ahead * min(multiplied * (2 if group == 128 else 4), most))
+    channels = int(min(warps * max(32, group), most) + ahead * min(channels_of_round(group, warps), most))
     return FEW_ROWS * channels * bits // 8
+
+
+def channels_of_round(group: int, warps: int) -> int:
+    """Input channels whose quantized input a fused product makes at once."""
+    return warps * max(32, group) * (2 if group == 128 else 4)
 
 
 def bytes_needed(device: DeviceSpec) -> int | None:

@@ -16,7 +16,7 @@ those of the first.  To both the low-rank part of the layer is added, b inner, w
     limit                    of the integers of `group` and `static`, `levels` of `token`
     low_b, inner, low_kind, rank   of the low-rank part; kind 0: there is none
     ctas, each, most         blocks of threads; output blocks of each, and how many there are, where gated of either factor
-    ahead                    output blocks whose weights are asked for before they are multiplied
+    ahead                    rounds of output blocks whose weights are asked for before they are multiplied
 """
 
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ from edgeq.targets.cuda.kernels.low_rank import low_rank_row
 from edgeq.targets.cuda.kernels.product import arithmetic, decoder
 from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channel
 from edgeq.targets.cuda.kernels.quantize_input import quantize_block
-from edgeq.targets.cuda.kernels.rows import THREADS, functions
+from edgeq.targets.cuda.kernels.rows import functions
 
 MAX_HEAD = 256
 BLOCKS = {"rows": 8, "activate": 8, "heads": MAX_HEAD // 16}
 """Output blocks that a block of threads has at most."""
-LINE = 32
-"""Words that the L2 cache fetches at once."""
+LINE = 128
+"""Bytes that the L2 cache fetches at once."""
 POOLS = {"f16": "float16", "int8": "int8", "int4": "uint8"}
 
 
@@ -205,6 +205,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         pr = T.alloc_local((1,), "float32")
         total = T.alloc_local((1,), "float32")
         value = T.alloc_local((1,), "float32")
+        turn = T.alloc_local((2,), "int32")  # the round and the output block that are asked for next
         blocks: T.let = each * (2 if gated else 1)
 
         @T.inline
@@ -270,12 +271,35 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                                 part[(at * code.parts + h) * 128 + (g * 2 + k) * 8 + t * 2 + n] = pr[0]
 
         @T.inline
-        def ask(code, q, r, block, chunks):
-            # The weights of a round come from memory while others are multiplied.
-            for i in T.serial(-(-code.stored // (LINE * THREADS))):
-                at: T.let = (i * THREADS + tid) * LINE
-                if at < code.stored and r * code.stored + at < chunks * code.bits * 16:
-                    T.ptx["prefetch.global.L2"](q.ptr_to([block * (chunks * code.bits * 16) + r * code.stored + at]))
+        def ask_lines(array, start, count, IN_LINE):
+            # A line for each thread, from the beginning of the first one: arrays begin where a line does.
+            at: T.let = (start & -IN_LINE) + tid * IN_LINE
+            if at < start + count:
+                T.ptx["prefetch.global.L2"](array.ptr_to([at]))
+
+        @T.inline
+        def ask(code, q, s, z, groups, chunks, stride):
+            # What the next turn reads, one round of an output block, comes from memory while others are multiplied.
+            if turn[0] * code.groups < groups:
+                block: T.let = block_of(turn[1], cta, each, most, gated)
+                ask_lines(q, block * (chunks * code.bits * 16) + turn[0] * code.stored,
+                          T.min(code.stored, chunks * code.bits * 16 - turn[0] * code.stored), LINE // 4)  # fmt: skip
+                number: T.let = (block * ((groups - 1) * stride + 1) + turn[0] * code.groups * stride) * 16
+                held: T.let = ((T.min(code.groups, groups - turn[0] * code.groups) - 1) * stride + 1) * 16
+                ask_lines(s, number, held, LINE // 2)
+                if code.zero:
+                    ask_lines(z, number, held, LINE)
+            turn[1] = turn[1] + 1
+            if turn[1] == blocks:
+                turn[0] = turn[0] + 1
+                turn[1] = 0
+
+        @T.inline
+        def ask_first(code, q, s, z, groups, chunks, stride):
+            turn[0] = 0
+            turn[1] = 0
+            for _ in T.serial(ahead):
+                ask(code, q, s, z, groups, chunks, stride)
 
         @T.inline
         def multiply_rows(code, put, decode, operand_a, operand_b, multiply, scaled, acc, to, q, s, z, start, columns, groups,
@@ -284,8 +308,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 make_form(code, put, r, start, columns, groups, limit)
                 T.cuda.cta_sync()
                 for j in T.serial(blocks):
-                    if j + ahead < blocks:
-                        ask(code, q, r, block_of(j + ahead, cta, each, most, gated), chunks)
+                    ask(code, q, s, z, groups, chunks, stride)
                     multiply_block(code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r,
                                    block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
@@ -297,13 +320,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     to[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
                     T.cuda.cta_sync()
 
-        # Weights of the first blocks, of all their rounds, are asked for before the norm.
-        for j in T.serial(T.min(ahead, blocks)):
-            for i in T.serial(T.ceildiv(chunks * one.bits, 2 * THREADS)):
-                if i * 2 * THREADS + tid * 2 < chunks * one.bits:
-                    T.ptx["prefetch.global.L2"](
-                        q.ptr_to([block_of(j, cta, each, most, gated) * (chunks * one.bits * 16) + (i * THREADS + tid) * 32])
-                    )
+        # Before the norm.
+        ask_first(one, q, s, z, groups, chunks, stride)
         if norm != 0:
             norm_rows(x, stats, sums, tile * TOKENS, count, width_in, norm, eps, warp, lane)
         if rule == "token":
@@ -312,6 +330,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
             one, *one.inlines, sum_of if one.integer else acc, result, q, s, z, 0, columns, groups, chunks, stride, limit
         )
         if TWO:
+            ask_first(two, q2, s2, z2, groups2, chunks2, stride2)
             if rule == "token":
                 range_of_rows(read, rules, ends, largest, columns, columns2, count, symmetric, limit2, warp, lane)
             multiply_rows(two, *two.inlines, sum_of if two.integer else acc, second, q2, s2, z2, columns, columns2, groups2,

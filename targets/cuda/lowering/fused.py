@@ -114,13 +114,14 @@ def spread_over(lowering: Lowering, layer: LinearSpec, blocks: int, most: int, f
 
 
 def ahead(lowering: Lowering, layer: LinearSpec, ctas: int, blocks: int) -> int:
-    """For how many of the `blocks` of a block of threads weights are asked before they are multiplied, so that a multiprocessor
-    has `in_flight`; where there are too few blocks of threads for that, for all."""
+    """How many rounds of the `blocks` of a block of threads are asked for before they are multiplied, so that a multiprocessor
+    has `in_flight`, and the L2 cache no more than that; where there are too few blocks of threads for that, all."""
     weight = layer.weights[0]
     codec, group = weight.codec, activation_block(weight.codec)
     wanted, held = lowering.tuning.in_flight, min(lowering.tuning.resident, ctas / lowering.storage.device.multiprocessors)
-    enough = (n for n in range(1, blocks) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= wanted)
-    return next(enough, blocks)
+    rounds = blocks * -(-weight.columns // occupancy.channels_of_round(group, WARPS))
+    enough = (n for n in range(1, rounds) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= wanted)
+    return next(enough, rounds)
 
 
 def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from edgeq.errors import DeviceError
 from edgeq.format.container import ModelFile
+from edgeq.format.quantization import activation_block
 from edgeq.format.records import Mode
 from edgeq.targets.cuda.arguments.products import FusedArguments
 from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
+from edgeq.targets.cuda.lowering.fused import WARPS
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.supply import OnKernel
@@ -114,7 +116,8 @@ class Product:
 
     columns   input channels of the weights, of two blocks of them those of the first
     ctas      blocks of threads
-    blocks    of 16 output channels that each has;  ahead: of these, how many it asks for before it multiplies
+    blocks    of 16 output channels that each has
+    rounds    of input channels of all these blocks;  ahead: of these, how many it asks for before it multiplies
     """
 
     name: str
@@ -123,6 +126,7 @@ class Product:
     columns: int
     ctas: int
     blocks: int
+    rounds: int
     ahead: int
 
     def in_flight(self, resident_blocks: int, multiprocessors: int, threads: int) -> int | None:
@@ -130,7 +134,7 @@ class Product:
 
         resident_blocks   blocks that it has room for
         """
-        if self.ahead >= self.blocks and self.ctas <= resident_blocks * multiprocessors:
+        if self.ahead >= self.rounds and self.ctas <= resident_blocks * multiprocessors:
             return None
         return occupancy.bytes_in_flight(
             self.variant, min(resident_blocks, self.ctas / multiprocessors), threads, self.ahead, self.columns
@@ -146,13 +150,16 @@ def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: i
             continue
         layer, spread = each.operation.linear, each.arguments.spread
         factors = 2 if each.variant.kernel == "fused_activate" and each.variant.literals[1] else 1
+        weight, blocks = layer.weights[0], spread.each * factors
+        of_round = occupancy.channels_of_round(activation_block(weight.codec), WARPS)
         made = Product(
             layer.name.rpartition(".")[2],
             each.variant,
             layer.rows,
-            layer.weights[0].columns,
+            weight.columns,
             spread.ctas,
-            spread.each * factors,
+            blocks,
+            blocks * -(-weight.columns // of_round),
             spread.ahead,
         )
         found.setdefault((made.variant, made.rows, made.columns), made)

@@ -155,7 +155,7 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
 def of_fused(kernel: Generated, order: int, blocks: int, ahead: int) -> dict[str, np.ndarray]:
     """Twenty groups, more than two rounds, of five tokens after a norm; blocks of output channels, of which two are a head."""
     rows = 16 * blocks
-    case = product_of(Codec("int", 4, 128), False, rows, 2560)
+    case = product_of(Codec("int", 4, 128, symmetric=not kernel.variant.literals[-3]), False, rows, 2560)
     arrays = {
         **case.arrays,
         "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
@@ -175,6 +175,7 @@ def of_fused(kernel: Generated, order: int, blocks: int, ahead: int) -> dict[str
 
 
 FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
+ZERO = Variant("fused_rows", ("group", 4, True, False, 128))
 HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
 ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
@@ -280,17 +281,20 @@ def test_every_access_is_within_its_memory_and_aligned(variant: Variant) -> None
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
-def test_every_line_of_weights_is_asked_for_once(ahead: int) -> None:
-    """By a kernel whose prefetches count in the first word of a line of 128 bytes; four blocks of output channels."""
-    (intact,) = build.kernels([FUSED])
+@pytest.mark.parametrize("ahead", [1, 4, 7])
+@pytest.mark.parametrize("variant", [FUSED, ZERO], ids=lambda variant: variant.symbol)
+def test_every_line_of_weights_is_asked_for_once(variant: Variant, ahead: int) -> None:
+    """By a kernel whose prefetches count in the first word of a line of 128 bytes; three rounds of four output blocks."""
+    (intact,) = build.kernels([variant])
     counting, found = re.subn(r"asm volatile\(.prefetch.*\);", "++*(unsigned *)__addr;", intact.text)
     assert found == 1
-    before, after = (
-        of_fused(kernel, FORWARD, 4, ahead)["q"].reshape(-1).view(np.uint32).reshape(-1, 32)
-        for kernel in (intact, replace(intact, text=counting))
-    )
-    assert np.array_equal(after[:, 0] - before[:, 0], np.ones(len(before))) and np.array_equal(after[:, 1:], before[:, 1:])
+    before, after = (of_fused(kernel, FORWARD, 4, ahead) for kernel in (intact, replace(intact, text=counting)))
+    for name in ("q", "s", "z")[: 2 + (variant is ZERO)]:
+        lines = [arrays[name].reshape(-1).view(np.uint32).reshape(-1, 32) for arrays in (before, after)]
+        counted = lines[1][:, 0] - lines[0][:, 0]
+        # A line of zero points has those of two rounds, or of two output blocks.
+        assert counted.min() == 1 and counted.max() == (2 if name == "z" else 1), (name, counted)
+        assert np.array_equal(lines[1][:, 1:], lines[0][:, 1:])
 
 
 def noticed(mutated: Generated, run: Run, order: int, right: np.ndarray) -> bool:

@@ -60,7 +60,7 @@ def test_every_product_asks_for_half_as_much_again_as_a_device_needs_or_for_all_
         assert row.share >= MARGIN, (row.device.name, row.product)
         each, started = row.product, row.resident * row.device.multiprocessors
         if row.asked is None:
-            assert each.ctas <= started and each.ahead >= each.blocks
+            assert each.ctas <= started and each.ahead == each.rounds
         else:
             # More than what a block of threads multiplies and what it has asked for there is not.
             assert row.asked * row.device.multiprocessors <= 2 * each.rows * each.columns // 2, (row.device.name, each)
