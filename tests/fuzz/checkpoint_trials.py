@@ -14,6 +14,7 @@ from mutation import VALUES, changed_bytes, changed_json, refused
 
 from edgeq.converters.families import FAMILIES, recognise
 from edgeq.converters.importers.quantized.folder import QuantizedFolder
+from edgeq.converters.importers.quantized.mxfp4 import Mxfp4Tensor
 from edgeq.converters.importers.quantized.packed_tensor import PackedTensor
 from edgeq.converters.importers.safetensors_folder import INDEX, SafetensorsFolder
 from edgeq.errors import EdgeqError
@@ -124,6 +125,7 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, list[int]]]]] = {
         {"bits": 4, "group_size": 32, "mode": "affine", "m": {"bits": 4, "group_size": 32}},
         {"weight": ("U32", [32, 8]), "scales": ("F16", [32, 2]), "biases": ("F16", [32, 2])},
     ),
+    "mxfp4": ({"modules_to_not_convert": ["m"]}, {"w_blocks": ("U8", [2, 16, 2, 16]), "w_scales": ("U8", [2, 16, 2])}),
 }
 """What config.json says of a format, and the tensors of one weight of 32 outputs and 64 inputs: (dtype, shape)."""
 
@@ -131,6 +133,7 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, list[int]]]]] = {
 SOUND = {
     **dict.fromkeys(("scale", "scales", "biases"), np.arange(1, 30, dtype=np.float16).tobytes()),
     "shape": struct.pack("<qq", 32, 64),
+    "w_scales": bytes(range(110, 140)),
     "g_idx": np.roll(np.arange(64) // 32, 5).astype(np.int32).tobytes(),
 }
 """Values with which a weight is read; of other tensors any are."""
@@ -163,8 +166,8 @@ def packed(rng: random.Random, folder: Path) -> str:
         if source is None:
             return "floats"
         for each in source.tensors().values():
-            if isinstance(each, PackedTensor):
-                rows, columns = each.shape
+            if isinstance(each, PackedTensor | Mxfp4Tensor):
+                rows, columns = math.prod(each.shape[:-1]), each.shape[-1]
                 each.read(columns, columns, "m")
                 arrays = each.quantized(0, rows, "m")
                 assert arrays["q"].shape == (rows, columns) and np.isfinite(arrays["scale"]).all(), arrays

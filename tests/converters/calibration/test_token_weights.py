@@ -25,7 +25,7 @@ def of_tokens(folder: Path) -> BlockForward:
     return BlockForward(open_tensors(source, family), family, config, tokens)
 
 
-@pytest.mark.parametrize("family", ["llama_gqa", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama_gqa", "qwen3", "mistral", "gpt_oss"])
 def test_a_token_counts_by_what_attention_takes_of_it(
     checkpoint: Checkpoint, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
