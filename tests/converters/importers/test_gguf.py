@@ -392,6 +392,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import shutil
 from pathlib import Path
 import edgeq
+from edgeq.converters.importers import gguf_source
 def texts(metadata, folder, given):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path({str(Path(__file__).parents[3])!r}) / "models" / "tiny-llama" / name, folder / name)
