@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
-COUNTS = {"bytes": 2000, "metadata": 500, "template": 40, "tokenizer": 60, "config": 4000, "index": 3000, "header": 4000}
+COUNTS = {"bytes": 1000, "metadata": 250, "template": 20, "tokenizer": 60, "config": 4000, "index": 3000, "header": 4000}
 COUNTS |= {"cache": 500, "packed": 2000}
 COUNTS |= {"mutant": 2, "sound": 1}
 

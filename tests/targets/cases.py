@@ -175,7 +175,7 @@ def product_case(isa: str, codec: Codec, mode: str):
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Integers of four bits are tried
     on every instruction set in both modes; on the best one every width in one mode, and with four bits all that groups may
-    have, by turns in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries;
+    have, in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries;
     of trellises every width, two bits in both modes.
     """
     best, small, whole = isa == HERE[0], codec.group_size == 16, codec.kind == "int"
@@ -186,7 +186,7 @@ def product_case(isa: str, codec: Codec, mode: str):
         turn = in_turn(codec.bits + small, mode)
         common = best and (codec.group_size == 32 and (turn or codec.bits == 2) or codec.bits == 2 and small and turn)
     elif codec.bits == 4:
-        turn = in_turn(codec.group_size // 32 + codec.symmetric, mode)
+        turn = in_turn(codec.symmetric + small, mode)
         common = not small if whole and not best else best and (whole or turn)
     elif whole:
         common = best and not codec.symmetric and not small and in_turn(codec.bits, mode)

@@ -73,7 +73,10 @@ def program_of(target: str, graph: Graph, file: File, **options):
 
 @pytest.mark.parametrize(
     ("codec", "master"),
-    [*((codec, MASTERS[0]) for codec in CODECS), *((CODECS[i], master) for i, master in enumerate(MASTERS) if i)],
+    [
+        *(pytest.param(codec, MASTERS[0], marks=pytest.mark.exhaustive if i % 2 else ()) for i, codec in enumerate(CODECS)),
+        *((CODECS[i], master) for i, master in enumerate(MASTERS) if i),
+    ],
     ids=lambda c: c.name.replace(" ", "-"),
 )
 def test_both_targets_round_a_master_to_the_same_bits(codec, master):

@@ -45,6 +45,7 @@ def test_the_same_command_again_finds_the_file(edgeq: Run, tiny_llama: Path, tmp
     assert edgeq("convert", tiny_llama, "-o", out, "--bits", 3, "--force").exit_code == 0
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_says_how_to_continue_and_the_next_run_where(tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "a.edgeq"
     arguments = [str(tiny_llama), "-o", str(out), "--method", "gptq", "--calibration-rows", "4", "--calibration-length", "64"]

@@ -52,6 +52,7 @@ def test_what_was_downloaded_once_is_converted_without_a_network(hub: Hub, tmp_p
     assert offline.returncode == 0 and "downloading" not in offline.stderr, offline.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_connection_that_is_cut_is_continued(hub: Hub, tmp_path: Path) -> None:
     hub.cut = 2
     found = convert(hub, tmp_path)

@@ -51,6 +51,7 @@ def test_mlx_is_kept(checkpoint: Checkpoint, tmp_path: Path, bits: int, group_si
         assert file.metadata.provenance["method"] == "as-stored" and not plan.notes()
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_mlx_runs_as_its_weights_in_floats(checkpoint: Checkpoint, tmp_path: Path) -> None:
     def draw(name: str, shape: tuple[int, int], seed: int) -> Record:
         return record(shape, seed, offset=True)

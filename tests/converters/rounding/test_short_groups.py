@@ -31,17 +31,19 @@ SMALL = {"hidden_size": 72, "intermediate_size": 172}
 WIDE = {"hidden_size": 200, "intermediate_size": 400}
 # Methods with their options, and how far the logits may be from those of the source, as a share of their spread.  With one
 # group per output channel they are as far or a little farther; with the scale of another group they would be at 0.3 and more.
-METHODS: list[tuple[dict[str, Any], float]] = [
+METHODS: list[Any] = [
     ({"method": "rtn", "bits": 8}, 0.045),
-    ({"method": "awq", "bits": 8}, 0.045),
+    pytest.param({"method": "awq", "bits": 8}, 0.045, marks=pytest.mark.exhaustive),
     ({"method": "gptq", "bits": 8}, 0.045),
-    ({"method": "gptq", "bits": 8, "act_order": True}, 0.045),
+    pytest.param({"method": "gptq", "bits": 8, "act_order": True}, 0.045, marks=pytest.mark.exhaustive),
     ({"method": "awq+gptq", "bits": 8}, 0.045),
     ({"method": "smoothquant", "activation_bits": 16}, 0.045),
-    ({"method": "smoothquant+gptq", "activation_bits": 16}, 0.045),
+    pytest.param({"method": "smoothquant+gptq", "activation_bits": 16}, 0.045, marks=pytest.mark.exhaustive),
     ({"method": "ttq", "bits": 5, "rank": 8}, 0.2),
     ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.045),
-    ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16, "gptq": True}, 0.045),
+    pytest.param(
+        {"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16, "gptq": True}, 0.045, marks=pytest.mark.exhaustive
+    ),
     ({"method": "resq", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.045),
 ]
 

@@ -378,6 +378,7 @@ print(peak - before, peak, preflight(sys.argv[1], options).memory_bytes)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs RssAnon of Linux")
 def test_memory_holds_a_slab_and_not_a_matrix(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     # The head alone is 64 MB in bf16; taken whole it and its working copies are 300 MB.

@@ -28,7 +28,7 @@ def test_it_rounds_as_the_converters_do(bits: int, group: int, symmetric: bool) 
         assert np.array_equal(ours["zero"], pack_groups(theirs.zero.numpy()))
 
 
-@pytest.mark.parametrize("columns", [72, 84, 100, 200, 400, 3420])
+@pytest.mark.parametrize("columns", [72, 100, 3420])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
 @pytest.mark.parametrize("bits", range(2, 9))

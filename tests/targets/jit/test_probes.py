@@ -126,6 +126,7 @@ def test_weights_are_asked_for_at_the_distance_that_was_measured_to_be_fastest(m
     assert probes.prefetch_bytes(isa, 1, probes.DECODE_CODEC) == 0
 
 
+@pytest.mark.exhaustive
 def test_every_codec_of_a_file_is_asked_for_at_its_own_distance(tmp_path, monkeypatch):
     write_random(tmp_path / "two.edgeq", DENSE, Codec("int", 6, 64, False), {HEAD: Codec("int", 8, 128)})
     monkeypatch.setattr(program, "MIN_THREAD_BYTES", 1)

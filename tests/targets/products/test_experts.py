@@ -112,7 +112,14 @@ def by_hand(arrays, graph, x, chosen, normalized):
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *OTHERS], ids=lambda c: c.name)
-@pytest.mark.parametrize(("experts", "chosen", "normalized"), [(8, 2, True), (5, 3, False), (3, 3, True), (1, 1, False)])
+@pytest.mark.parametrize(
+    ("experts", "chosen", "normalized"),
+    [
+        (8, 2, True),
+        (5, 3, False),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((3, 3, True), (1, 1, False))),
+    ],
+)
 def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chosen, normalized):
     arrays, x = Arrays(), inputs(23)
     graph = graph_of(arrays, codec, x, experts, chosen, normalized)
