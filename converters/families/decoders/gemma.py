@@ -10,7 +10,7 @@ from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, head_settings
-from edgeq.converters.families.family import ATTENTION_MAPPINGS, MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
+from edgeq.converters.families.family import AFTER_VALUES, MLP_MAPPINGS, NORM, FamilyDescription, ScaleMapping, Values
 from edgeq.converters.families.positions import rope_of, typed_windows, window
 from edgeq.errors import FormatError
 from edgeq.network.config import ModelConfig
@@ -69,7 +69,7 @@ def gemma_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 def gemma_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     """Without the norm before q, k, v: after them come norms of their own, and scales were found to hurt there."""
-    return (*ATTENTION_MAPPINGS[1:], *MLP_MAPPINGS)
+    return (AFTER_VALUES, *MLP_MAPPINGS)
 
 
 GEMMA_FAMILIES = (

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.converters.checkpoint.source import StoredArrays, StoredTensor
-from edgeq.converters.importers.gguf_types import MXFP4_TABLE, powers, with_table
+from edgeq.converters.importers.gguf_types import MXFP4_BIAS, MXFP4_TABLE, powers, with_table
+from edgeq.converters.importers.quantized.bit_stream import unpack
 from edgeq.converters.importers.quantized.packed_tensor import PackedWeights, Shards, modules, part
 from edgeq.converters.importers.quantized.settings import QuantizationSettings
 from edgeq.converters.importers.safetensors_folder import ShardTensor
@@ -43,10 +44,9 @@ class Mxfp4Tensor:
 
     def quantized(self, first: int, count: int, name: str) -> StoredArrays:
         """The arrays of `codec`.  CheckpointError: a power of two that is no f16, or the shard is no longer there."""
-        packed = self.blocks.raw(first, count, name)
+        q = unpack(self.blocks.raw(first, count, name), 4, BLOCK)
         exponents = self.scales.raw(first, count, name).astype(np.int32)
-        q = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], BLOCK)
-        arrays = with_table(q, powers(q, exponents - 128), MXFP4_TABLE)
+        arrays = with_table(q, powers(q, exponents - MXFP4_BIAS), MXFP4_TABLE)
         if not np.isfinite(arrays["scale"]).all():
             raise CheckpointError(f"{name} has a scale that is a power of two that f16 does not hold; it is damaged")
         return arrays
