@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgeq.converters  # noqa: F401  (before torch: it says how torch's threads wait)
+from edgeq.targets.cpu.jit import parallel
 
 # A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,6 +25,14 @@ def pytest_collection_finish() -> None:
     """Take what stays until the end, thousands of tests and torch, out of what the garbage collector looks through."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiles_alone() -> Iterator[None]:
+    """Kernels are compiled in this process: every core has one that runs tests, and another begins without what Numba knows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "workers_for", lambda jobs: 1)
+        yield
 
 
 TINY_LLAMA = Path(__file__).parent.parent / "models" / "tiny-llama"

@@ -65,14 +65,16 @@ def declared(kernel: str) -> dict[str, str]:
     return dict(declared(FUNCTIONS[kernel](*LITERALS.get(kernel, ()))))
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_declares_what_its_record_has(needs_generator: None) -> None:
     from edgeq.targets.cuda.kernels import FUNCTIONS
 
     assert FUNCTIONS.keys() == RECORDS.keys()
     family: dict[type[Arguments], set[tuple[str, str]]] = defaultdict(set)
     for kernel, record in RECORDS.items():
-        family[record] |= declared(kernel).items()
-        check_parameters(record, kernel, declared(kernel))
+        parameters_of_kernel = declared(kernel)
+        family[record] |= parameters_of_kernel.items()
+        check_parameters(record, kernel, parameters_of_kernel)
     assert {record: names for record, names in family.items() if names != parameters(record).items()} == {}
 
 
