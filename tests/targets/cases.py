@@ -161,6 +161,9 @@ def case(*values: object, common: bool, id: str):
     return pytest.param(*values, marks=() if common else pytest.mark.exhaustive, id=id)
 
 
+ISAS = [case(isa, common=isa == HERE[0], id=isa) for isa in HERE]
+"""Instruction sets as parameters: what is not about one is tried on the best one, and on the others in the exhaustive run."""
+
 MODES = ("a8", "a16")
 
 
@@ -175,8 +178,8 @@ def product_case(isa: str, codec: Codec, mode: str):
     A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
     kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Integers of four bits are tried
     on every instruction set in both modes; on the best one every width in one mode, and with four bits all that groups may
-    have, in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries;
-    of trellises every width, two bits in both modes.
+    have, in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries; of
+    trellises every width, two bits in both modes.  With groups of 16 channels integers, tables and trellises alone.
     """
     best, small, whole = isa == HERE[0], codec.group_size == 16, codec.kind == "int"
     if codec.kind == "table":
@@ -187,11 +190,11 @@ def product_case(isa: str, codec: Codec, mode: str):
         common = best and (codec.group_size == 32 and (turn or codec.bits == 2) or codec.bits == 2 and small and turn)
     elif codec.bits == 4:
         turn = in_turn(codec.symmetric + small, mode)
-        common = not small if whole and not best else best and (whole or turn)
+        common = not small if whole and not best else best and (whole or turn and not small)
     elif whole:
         common = best and not codec.symmetric and not small and in_turn(codec.bits, mode)
     else:
-        few = codec.kind in ("half", "s4") and codec.group_size in (16, 32)
+        few = codec.kind in ("half", "s4") and codec.group_size == 32
         common = best and few and codec.bits == 2 and in_turn(codec.bits, mode)
     return case(isa, codec, mode, common=common, id=f"{codec.name}-{mode}-{isa}".replace(" ", "-"))
 

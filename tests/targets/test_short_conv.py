@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import HERE, Arrays
+from cases import ISAS, Arrays
 from state_cases import LENGTH, results
 
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Select
@@ -39,7 +39,7 @@ def test_the_reference_computes_its_formula(width: int, taps: int, gated: bool) 
     assert np.array_equal(found, results("reference", made, arrays, (1,)))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("width", "taps"), [(5, 2), (16, 3), (40, 3), (33, 7), (64, 20)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_kernel_computes_what_the_reference_does(isa: str, width: int, taps: int, gated: bool) -> None:

@@ -121,6 +121,7 @@ def screen(hub: Hub, folder: Path) -> str:
     return found.decode()
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_shows_one_bar_with_bytes_and_the_time_left(hub: Hub, tmp_path: Path) -> None:
     hub.pause = 0.3
     found = screen(hub, tmp_path)

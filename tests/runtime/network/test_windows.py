@@ -28,7 +28,9 @@ WINDOW = 24
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(2, 2048, 700)]
 
 
-@pytest.fixture(scope="module", params=["gemma3 reference", "gemma3 cpu", "mistral cpu"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("gemma3 reference", marks=pytest.mark.exhaustive), "gemma3 cpu", "mistral cpu"]
+)
 def model(request: pytest.FixtureRequest, model_path: Callable[..., Path]) -> Model:
     family, target = request.param.split()
     path = model_path(family, {"max_position_embeddings": 1024}, bits=4, group_size=32)

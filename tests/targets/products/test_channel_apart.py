@@ -9,7 +9,7 @@ from edgeq.format.codec import Codec
 from edgeq.format.records import LinearSpec, SplitRow, Transform
 from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, matrix, run, weight
+from tests.targets.cases import ISAS, Arrays, matrix, run, weight
 
 ROWS, COLUMNS, COUNT = 37, 64, 19
 
@@ -45,7 +45,7 @@ def expected(arrays: Arrays, graph: Graph, row: np.ndarray) -> np.ndarray:
     return np.pad(2 * once, ((0, 0), (3, 2)))
 
 
-@pytest.mark.parametrize("isa", [None, *HERE])
+@pytest.mark.parametrize("isa", [None, *ISAS])
 @pytest.mark.parametrize(("codec", "dtype", "index", "parts"), [
     (Codec("f32"), "f32", 5, {}),
     (Codec("int", 4, 32, False), "f16", 0, {"transform": Transform(32)}),

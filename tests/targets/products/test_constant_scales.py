@@ -15,7 +15,7 @@ from edgeq.targets import load
 from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, RmsNorm, Select
 from edgeq.targets.rows import TEXT, VISION
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, case, matrix, rows_of, weight
+from tests.targets.cases import ISAS, Arrays, matrix, rows_of, weight
 
 COUNT, WIDTH, INNER = 31, 100, 256
 MODALITY = np.where(np.arange(COUNT) % 3 == 1, VISION, TEXT).astype(np.uint8)
@@ -60,7 +60,7 @@ CODECS = (Codec("int", 4, 0, True), Codec("int", 8, 0, True), Codec("int", 4, 64
 CASES = ((CODECS[0], SCALES, 0), (CODECS[1], SCALES[:1], 32), (CODECS[2], SCALES, 32), (CODECS[3], SCALES[:1], 0))
 
 
-@pytest.mark.parametrize("isa", [case(isa, common=isa == HERE[0], id=isa) for isa in HERE])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set_equals_the_reference(isa: str) -> None:
     for codec, scales, transform in CASES:
         arrays = Arrays()

@@ -19,7 +19,7 @@ from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.graph import Activate, CacheSpec, Embed, Graph, Linear, RmsNorm
 from edgeq.targets.reference.linear import transformed
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, case, matrix, recording, rows_of, run, weight
+from tests.targets.cases import HERE, ISAS, Arrays, case, matrix, recording, rows_of, run, weight
 
 I4, I8, ROW4, ROW8 = Codec("int", 4, 32), Codec("int", 8, 16, False), Codec("int", 4, 0), Codec("int", 8, 0)
 NARROW, WIDE = Activation(4, 0, False), Activation(4, 8, False)
@@ -116,7 +116,7 @@ def test_every_part_equals_the_reference(parts, isa):
             agree(arrays, x, each, mode=mode, isa=isa, tolerance=tolerance if exact else 2e-3)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("low, high", [(112, 16), (56, 8), (160, 33), (3, 300), (896, 128)])
 def test_two_blocks_are_added_with_a_scale_of_their_own_each(low, high, isa):
     rng, arrays = np.random.default_rng(low), Arrays()
@@ -208,7 +208,7 @@ def test_channels_up_to_a_whole_chunk_are_zero_whatever_lay_there(factory, liter
     assert (data[count * row_bytes :] == 85).all()
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", ISAS)
 def test_blocks_of_mode_a4_are_seven_steps_to_either_side(isa):
     rng = np.random.default_rng(4)
     for codec, columns in ((I4, 96), (I8, 48), (ROW4, 260)):
@@ -268,7 +268,7 @@ def test_transform_of_every_order_equals_its_matrix(size, order, stride, runs):
         assert np.array_equal(run("cpu", graph, arrays, 1, Options("a16", threads, HERE[0]))[0], results[0][0])
 
 
-@pytest.mark.parametrize("isa", HERE[:2])
+@pytest.mark.parametrize("isa", ISAS[:2])
 @pytest.mark.parametrize(
     "size, order, stride, scales, function, gated",
     [
