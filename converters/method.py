@@ -138,7 +138,8 @@ class Method:
     def widest(self) -> int:
         """The most input channels that a linear layer of the decoder has."""
         c = self.config
-        return max(c.hidden_size, c.query_size, c.intermediate_size, c.shared_expert_intermediate_size)
+        of_layers = ((c.heads_of(i).query_size, c.mlp_size(i)) for i in range(c.num_hidden_layers))
+        return max(c.hidden_size, c.shared_expert_intermediate_size, *map(max, of_layers))
 
     def group_size(self, columns: int) -> int:
         """Columns of a group of a weight with `columns`.

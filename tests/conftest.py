@@ -85,6 +85,10 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama_gqa": ("Llama", {"tie_word_embeddings": True}),
@@ -111,6 +115,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 48, "sliding_window": 24}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": GEMMA3_ROPE},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {"num_hidden_layers": 6, "head_dim": 32, "global_head_dim": 64, "sliding_window": 24, "rms_norm_eps": 3e-5}
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention", "full_attention"]}
+        | {"rope_parameters": GEMMA4_ROPE, "final_logit_softcapping": 4.0, "num_kv_shared_layers": 2}
+        | {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 2048},
+    ),
+    "gemma4_keys": (
+        "Gemma4",
+        {"num_hidden_layers": 3, "head_dim": 32, "global_head_dim": 64, "sliding_window": 24, "rms_norm_eps": 3e-5}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "rope_parameters": GEMMA4_ROPE}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
     "smollm3": (
         "SmolLM3",
@@ -253,7 +270,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 MODELS = {"GPT2": "GPT2LMHeadModel"}
 TOKENIZERS = {"Qwen2": "Qwen2Tokenizer", "Qwen3_5Moe": "Qwen3_5Tokenizer"}
 NORM_NAMES = ("norm", "ln_")
@@ -293,6 +315,9 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
                 # Weights of these families are what gains have above 1, but for the norm of a delta net.
                 above = name in ABOVE_ONE and not parameter_name.endswith("linear_attn.norm.weight")
                 parameter.data = float(not above) + 0.3 * torch.randn_like(parameter)
+                if name == "Gemma4" and parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
+                    # Scores are not divided by the root of head_dim: gains of 1 would make them as large as no model has them.
+                    parameter.data *= 0.35
             elif parameter_name.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))
@@ -300,6 +325,9 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
                 parameter.data = torch.linspace(-2, 4, len(parameter))
             elif "conv1d" in parameter_name:
                 parameter.data = 0.6 * torch.randn_like(parameter)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("layer_scalar"):
+                buffer.data = 0.7 + 0.5 * torch.rand_like(buffer)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / file, folder / file)

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, angles
+from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, KeptRows, KeysValues, angles
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.slabs import Tensors
-from edgeq.converters.families import EMBEDDING, POSITIONS, Family
+from edgeq.converters.families import EMBEDDING, LAYER_ROWS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM, Family
 from edgeq.network.config import ModelConfig
 from edgeq.network.rope import Rope
 from edgeq.network.stack import Stack
@@ -33,8 +33,17 @@ WholeReader = Callable[[str], NDArray[np.float32]]
 def token_activations(c: Stack) -> int:
     """Numbers that a decoder layer computes from a token."""
     mlps = c.num_experts_per_tok + bool(c.shared_expert_intermediate_size)
-    inner = max(c.num_experts_per_tok, 1) * c.intermediate_size + c.shared_expert_intermediate_size
-    return (8 + 3 * mlps) * c.hidden_size + c.query_size + 2 * inner
+    widest = max(map(c.mlp_size, range(c.num_hidden_layers)))
+    inner = max(c.num_experts_per_tok, 1) * widest + c.shared_expert_intermediate_size
+    heads = max(c.heads_of(layer).query_size for layer in range(c.num_hidden_layers))
+    return (8 + 3 * mlps) * c.hidden_size + heads + 2 * inner
+
+
+def kept_numbers(c: Stack, tokens: int) -> int:
+    """Numbers that are kept of a text of so many tokens: keys and values that later layers read, and rows of a layer."""
+    read = {c.cache_layer(layer) for layer in range(c.num_hidden_layers) if c.shares_cache(layer)}
+    size = c.hidden_size_per_layer_input
+    return tokens * (sum(2 * c.heads_of(layer).kv_size for layer in read) + (c.hidden_size + 2 * size if size else 0))
 
 
 @dataclass(frozen=True)
@@ -42,13 +51,23 @@ class CalibrationBatch:
     """Rows that go through a layer together.
 
     x           float32 [rows, tokens, channels], advanced in place
-    arguments   of the layer's attention
+    arguments   of the layer: those of its attention, and `rows`, its own for the tokens
     visual      bool [tokens], those of a decoder that bring a picture; None: there is one kind of rows
     """
 
     x: Tensor
     arguments: dict[str, Any] = field(default_factory=dict)
     visual: Tensor | None = None
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The arguments of the layer's attention."""
+        return {name: each for name, each in self.arguments.items() if name != "rows"}
+
+    @property
+    def rows(self) -> Tensor | None:
+        found: Tensor | None = self.arguments.get("rows")
+        return found
 
 
 class Forward(ABC):
@@ -163,13 +182,17 @@ class BlockForward(TokenForward):
     ) -> None:
         """`tensors`: those of the model; None: the checkpoint's own.  `compute`: where layers run; None: on the CPU."""
         super().__init__(family, config, tensors or checkpoint, compute or Compute())
-        ropes = {config.layer_rope(layer) for layer in range(config.num_hidden_layers)}
-        self._angles = {rope: rope and self._put_angles(rope, tokens.shape[1]) for rope in ropes}
+        layers = range(config.num_hidden_layers)
+        ropes = {(config.layer_rope(layer), config.heads_of(layer).head_dim) for layer in layers}
+        self._angles = {each: each[0] and self._put_angles(*each, tokens.shape[1]) for each in ropes}
+        read = {config.cache_layer(layer) for layer in layers if config.shares_cache(layer)}
+        self._kept = {layer: KeysValues(len(tokens)) for layer in read}
+        self._rows = LayerRows(self._tensors, config, tokens) if config.hidden_size_per_layer_input else None
         self.tokens = self.compute.batches(tokens)
         self.hidden = self._embed(config, tokens)
 
-    def _put_angles(self, rope: Rope, length: int) -> Angles:
-        cosines, sines = angles(rope, self.config.head_dim, length)
+    def _put_angles(self, rope: Rope, head_dim: int, length: int) -> Angles:
+        cosines, sines = angles(rope, head_dim, length)
         return self.compute.put(cosines), self.compute.put(sines)
 
     def _embed(self, config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -184,13 +207,22 @@ class BlockForward(TokenForward):
 
     def attention_arguments(self, layer: int) -> dict[str, Any]:
         """Rotary tables and the mask: causal, and only the last `window` positions where the layer has a window."""
-        mask = self.compute.put(causal(self.hidden.shape[1], self.config.window(layer)))
-        return {"position_embeddings": self._angles[self.config.layer_rope(layer)], "attention_mask": mask}
+        config, mask = self.config, self.compute.put(causal(self.hidden.shape[1], self.config.window(layer)))
+        turns = self._angles[config.layer_rope(layer), config.heads_of(layer).head_dim]
+        return {"position_embeddings": turns, "attention_mask": mask}
+
+    def arguments(self, layer: int, rows: Tensor | None = None) -> Iterator[dict[str, Any]]:
+        """The arguments of the layer for each portion of `rows` of the text, int64 [rows]; None: of all."""
+        found, kept = self.attention_arguments(layer), self._kept.get(self.config.cache_layer(layer))
+        of_tokens, inverse = (self._rows.of(layer), self._rows.inverse) if self._rows else (None, self.hidden)
+        for places in self.compute.batches(torch.arange(len(self.hidden)) if rows is None else rows):
+            of_kept = {} if kept is None else {"kept": KeptRows(kept, places)}
+            of_rows = {} if of_tokens is None else {"rows": self.compute.put(of_tokens[inverse[places]])}
+            yield found | of_kept | of_rows
 
     def batches(self, index: int) -> Iterator[CalibrationBatch]:
-        arguments = self.attention_arguments(index)
         # Batches are views.
-        return (CalibrationBatch(x, arguments) for x in self.states)
+        return (CalibrationBatch(x, each) for x, each in zip(self.states, self.arguments(index), strict=True))
 
     def passed(self, index: int) -> None:
         """Nothing: text goes from layer to layer."""
@@ -199,14 +231,45 @@ class BlockForward(TokenForward):
         found = copy(self)
         step = -(-len(self.hidden) // count)
         found.hidden, found.tokens = self.hidden[::step].clone(), self.compute.batches(torch.cat(list(self.tokens))[::step])
+        found._kept = {layer: each.few(step) for layer, each in self._kept.items()}
+        found._rows = self._rows and self._rows.few(step)
         return found
 
     @torch.no_grad()
     def run(self, index: int, layer: nn.Module, inputs: Tensor) -> Tensor:
-        """The outputs of the layer for `inputs` [rows, tokens, hidden]; nothing is advanced."""
-        arguments = self.attention_arguments(index)
+        """The outputs of the layer for `inputs` [rows, tokens, hidden] in place of its own; nothing is advanced."""
         compute = self.compute
-        return torch.cat([layer(compute.put(batch), **arguments).cpu() for batch in compute.batches(inputs)])
+        portions = zip(compute.batches(inputs), self.arguments(index), strict=True)
+        return torch.cat([layer(compute.put(batch), **arguments).cpu() for batch, arguments in portions])
+
+
+class LayerRows:
+    """The rows that layers have for the tokens of a text; those of a layer are made when they are asked for.
+
+    inverse   int64 [rows, tokens]: which of the rows is a token's
+    """
+
+    def __init__(self, tensors: Tensors, config: ModelConfig, tokens: Tensor) -> None:
+        self._tensors, self._config = tensors, config
+        self._tokens, self.inverse = torch.unique(tokens, return_inverse=True)
+        self._embedded = embedded(tensors, config, self._tokens)
+
+    def of(self, layer: int) -> Tensor:
+        """norm(row_context(x)) + table[token] sqrt(size / 2) of each different token, float32 [tokens, size]."""
+        size, read = self._config.hidden_size_per_layer_input, self._tensors.rows
+        begin, end = layer * size, (layer + 1) * size
+        made = self._embedded @ torch.from_numpy(read(ROW_CONTEXT, begin, end)).T
+        eps = self._config.rms_norm_eps * self._config.hidden_size
+        gain = torch.from_numpy(self._tensors.whole(ROW_CONTEXT_NORM))
+        made *= torch.rsqrt(made.square().mean(-1, keepdim=True) + eps) * gain
+        stored = np.stack([read(LAYER_ROWS, token, token + 1)[0, begin:end] for token in self._tokens.tolist()])
+        return made + torch.from_numpy(stored) * (size / 2) ** 0.5
+
+    def few(self, step: int) -> LayerRows:
+        """Those of every `step`-th row of the text."""
+        found = copy(self)
+        found.inverse = self.inverse[::step]
+        return found
 
 
 def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:

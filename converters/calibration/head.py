@@ -55,6 +55,12 @@ class LogSumExp:
         return (part - self.value).exp()
 
 
+def capped(logits: Tensor, config: ModelConfig) -> Tensor:
+    """What the softmax reads of products of the head."""
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
     """The norm before the head."""
     norm = Norm(config, config.hidden_size, config.layer_norm)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward, token_activations
-from edgeq.converters.calibration.head import beginnings, last_norm
+from edgeq.converters.calibration.head import beginnings, capped, last_norm
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
@@ -62,7 +62,7 @@ class Network:
     def memory_bytes(self, windows: int, length: int) -> int:
         """The promise of `stream_logits`: anonymous memory beside what `Collect` keeps."""
         c = self.config
-        parts = [4 * math.prod(shape) for _, shape in self.family.layer_parts(0).values()]
+        parts = [4 * math.prod(shape) for _, shape in self.family.largest_layer().values()]
         hidden = 3 * 4 * windows * length * c.hidden_size
         batch = 4 * min(BATCH_ROWS, windows) * length * (3 * c.num_attention_heads * length + token_activations(c))
         return BASELINE + 6 * SLAB_BYTES + sum(parts) + 2 * max(parts) + hidden + batch
@@ -103,7 +103,7 @@ def stream_logits(
         for window in range(windows):
             for start in range(0, predicted, POSITIONS):
                 inputs = states[window, start : min(start + POSITIONS, predicted)]
-                collect(window * predicted + start, entry, (inputs @ weight.T).numpy())
+                collect(window * predicted + start, entry, capped(inputs @ weight.T, config).numpy())
         entry += len(rows)
 
 
@@ -123,7 +123,7 @@ def pooled_vectors(
 
 
 def _layer_weights(network: Network) -> int:
-    return sum(math.prod(shape) for _, shape in network.family.layer_parts(0).values())
+    return sum(math.prod(shape) for _, shape in network.family.largest_layer().values())
 
 
 def _states(

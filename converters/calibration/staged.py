@@ -20,6 +20,8 @@ from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchAttent
 from edgeq.format.manifest import MODALITIES
 
 ATTENDED = ("q_proj", "k_proj", "v_proj")
+AFTER_ATTENTION = ("mlp", "rows")
+"""Beginnings of the paths of modules that read the stream after attention."""
 
 
 class _Reached(Exception):
@@ -117,7 +119,7 @@ class StagedLayer(Staged):
         self._layer, self._passed = layer, False
 
     def inputs(self, path: str) -> Iterator[tuple[Tensor, Tensor | None]]:
-        if path.startswith("mlp"):
+        if path.startswith(AFTER_ATTENTION):
             self._pass_attention()
         return super().inputs(path)
 
@@ -129,12 +131,15 @@ class StagedLayer(Staged):
             return None
         norm, put = self._layer.input_layernorm, self._forward.compute.put
         batches = self._forward.batches(self._index)
-        return [1 + attention.received(norm(put(batch.x)), **batch.arguments).flatten() for batch in batches]
+        return [1 + attention.received(norm(put(batch.x)), **batch.attention).flatten() for batch in batches]
 
     def _run_to(self, path: str, batch: CalibrationBatch) -> None:
         layer = self._layer
+        if path.startswith("rows"):
+            layer.after_attention(batch.x, batch.rows)
+            return
         if not path.startswith("mlp"):
-            layer.self_attn(layer.input_layernorm(batch.x), **batch.arguments)
+            layer.self_attn(layer.input_layernorm(batch.x), **batch.attention)
             return
         x = layer.post_attention_layernorm(batch.x)
         if isinstance(layer.mlp, TorchExperts) and path != "mlp":
@@ -149,7 +154,7 @@ class StagedLayer(Staged):
         layer = self._layer
         for batch in self._forward.batches(self._index):
             x = self._forward.compute.put(batch.x)
-            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **batch.arguments))
+            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **batch.attention))
             # The hidden states are advanced in place.
             batch.x.copy_(x)
         self._passed = True
@@ -159,9 +164,7 @@ class StagedLayer(Staged):
         self._pass_attention()
         self._kept = None
         for batch in self._forward.batches(self._index):
-            x = self._forward.compute.put(batch.x)
-            x += self._layer.mlp_output_norm(self._layer.mlp(self._layer.post_attention_layernorm(x)))
-            batch.x.copy_(x)
+            batch.x.copy_(self._layer.after_attention(self._forward.compute.put(batch.x), batch.rows))
         self._forward.passed(self._index)
 
 

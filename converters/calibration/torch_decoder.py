@@ -6,6 +6,8 @@ Qwen2-MoE where there are experts.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -36,25 +38,65 @@ class Norm(nn.Module):
         return x if self.bias is None else x + self.bias
 
 
+class KeysValues:
+    """Keys and values [rows, kv_heads, tokens, head_dim] of a layer for those that read them, on the CPU."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._kept = rows, tuple[Tensor, ...]()
+
+    def keep(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """`places`: the rows that these are of."""
+        if not self._kept:
+            self._kept = tuple(torch.empty(self._rows, *x.shape[1:]) for x in (keys, values))
+        for mine, x in zip(self._kept, (keys, values), strict=True):
+            mine[places] = x.detach().cpu()
+
+    def taken(self, places: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        keys, values = (x[places].to(device) for x in self._kept)
+        return keys, values
+
+    def few(self, step: int) -> KeysValues:
+        """Those of every `step`-th row."""
+        found = KeysValues(-(-self._rows // step))
+        found._kept = tuple(x[::step].clone() for x in self._kept)
+        return found
+
+
+class KeptRows(NamedTuple):
+    """Some rows of `KeysValues`."""
+
+    whole: KeysValues
+    places: Tensor
+
+
 class TorchAttention(nn.Module):
-    def __init__(self, config: Stack, biases: tuple[str, ...]) -> None:
+    """Attention of layer `index`.  `kept`, where it runs, takes its keys and values, or has those of the layer it reads."""
+
+    def __init__(self, config: Stack, biases: tuple[str, ...], index: int) -> None:
         super().__init__()
-        hidden, q, kv = config.hidden_size, config.query_size, config.kv_size
-        self.head_dim, self.scale = config.head_dim, config.attention_scale
+        hidden, shape, shared = config.hidden_size, config.heads_of(index), config.shares_cache(index)
+        q, kv, of_values = shape.query_size, shape.kv_size, not (shared or config.keys_are_values(index))
+        self.head_dim, self.scale = shape.head_dim, config.attention_scale(index)
         self.q_proj = nn.Linear(hidden, q, bias="q" in biases)
-        self.k_proj = nn.Linear(hidden, kv, bias="k" in biases)
-        self.v_proj = nn.Linear(hidden, kv, bias="v" in biases)
+        self.k_proj = None if shared else nn.Linear(hidden, kv, bias="k" in biases)
+        self.v_proj = nn.Linear(hidden, kv, bias="v" in biases) if of_values else None
         self.gate_proj = nn.Linear(hidden, q, bias=False) if config.attention_gate else None
         self.o_proj = nn.Linear(q, hidden, bias="o" in biases)
-        of_queries, of_keys = config.qk_norm_sizes
+        of_queries, of_keys = config.qk_norm_sizes(index)
         self.q_norm = Norm(config, of_queries) if config.qk_norm else None
-        self.k_norm = Norm(config, of_keys) if config.qk_norm else None
-        self.norm_kind = config.qk_norm_kind
+        self.k_norm = Norm(config, of_keys) if config.qk_norm and not shared else None
+        self.norm_kind, self.value_eps = config.qk_norm_kind, config.rms_norm_eps if config.value_norm else None
         self.sinks = Gain(config.num_attention_heads) if config.attention_sinks else None
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Angles | None,
+        attention_mask: Tensor | None,
+        kept: KeptRows | None = None,
+    ) -> Tensor:
         """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
-        queries, keys, values = self._heads(hidden_states, position_embeddings)
+        queries, keys, values = self._heads(hidden_states, position_embeddings, kept)
         if self.sinks is not None:
             keys, values, attention_mask = self._with_sinks(self.sinks.weight, keys, values, attention_mask)
         attended = functional.scaled_dot_product_attention(
@@ -66,13 +108,19 @@ class TorchAttention(nn.Module):
         result: Tensor = self.o_proj(attended)
         return result
 
-    def received(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
+    def received(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Angles | None,
+        attention_mask: Tensor | None,
+        kept: KeptRows | None = None,
+    ) -> Tensor:
         """How much of what is attended to is each token, [rows, tokens]: the squares of the shares that all queries have of it,
         summed over the queries, the mean over the heads.
 
         So many times a change of its value counts at the outputs of attention.
         """
-        queries, keys, _ = self._heads(hidden_states, position_embeddings)
+        queries, keys, _ = self._heads(hidden_states, position_embeddings, kept)
         rows, heads, tokens, _ = queries.shape
         at_once, found = max(1, SCORES // (heads * tokens)), torch.zeros(rows, tokens, device=queries.device)
         for total, q, k in zip(found, queries, keys, strict=True):
@@ -97,24 +145,34 @@ class TorchAttention(nn.Module):
         added = torch.cat((seen.expand(-1, len(sinks), -1, -1), scores), -1)
         return functional.pad(keys, (0, 0, 0, 1)), functional.pad(values, (0, 0, 0, 1)), added
 
-    def _heads(self, hidden_states: Tensor, position_embeddings: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, hidden_states: Tensor, position_embeddings: Angles | None, kept: KeptRows | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [rows, heads, tokens, head_dim]."""
-        queries, keys, values = (linear(hidden_states) for linear in (self.q_proj, self.k_proj, self.v_proj))
-        if self.norm_kind == "whole":
-            queries, keys = self._normed(queries, keys)
-        queries, keys, values = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (queries, keys, values))
-        if self.norm_kind == "heads":
-            queries, keys = self._normed(queries, keys)
-        if position_embeddings is not None:
-            queries, keys = rotated(queries, *position_embeddings), rotated(keys, *position_embeddings)
-        if self.norm_kind == "rotated":
-            queries, keys = self._normed(queries, keys)
+        queries = self._prepared(self.q_proj(hidden_states), self.q_norm, position_embeddings)
+        if self.k_proj is None:
+            assert kept is not None
+            return queries, *kept.whole.taken(kept.places, queries.device)
+        projected = self.k_proj(hidden_states)
+        keys = self._prepared(projected, self.k_norm, position_embeddings)
+        values = self._by_heads(projected if self.v_proj is None else self.v_proj(hidden_states))
+        if self.value_eps is not None:
+            values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.value_eps)
+        if kept is not None:
+            kept.whole.keep(kept.places, keys, values)
         return queries, keys, values
 
-    def _normed(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        if self.q_norm is None or self.k_norm is None:
-            return queries, keys
-        return self.q_norm(queries), self.k_norm(keys)
+    def _by_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _prepared(self, x: Tensor, norm: Norm | None, position_embeddings: Angles | None) -> Tensor:
+        """Queries or keys [rows, tokens, heads * head_dim] by heads, normed and rotated."""
+        x = self._by_heads(norm(x) if norm is not None and self.norm_kind == "whole" else x)
+        if norm is not None and self.norm_kind == "heads":
+            x = norm(x)
+        if position_embeddings is not None:
+            x = rotated(x, *position_embeddings)
+        return norm(x) if norm is not None and self.norm_kind == "rotated" else x
 
 
 class Mlp(nn.Module):
@@ -181,6 +239,22 @@ class TorchExperts(nn.Module):
             self.get_submodule(owner)(x)
 
 
+class TorchRows(nn.Module):
+    """norm(out_proj(act(gate_proj(x)) * the rows that the layer has for the tokens))."""
+
+    def __init__(self, config: Stack) -> None:
+        super().__init__()
+        size = config.hidden_size_per_layer_input
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.out_proj = nn.Linear(size, config.hidden_size, bias=False)
+        self.norm = Norm(config, config.hidden_size)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.out_proj(self.activation(self.gate_proj(x)) * rows))
+        return result
+
+
 class DecoderLayer(nn.Module):
     """biases: linear parts that have one, as in edgeq.converters.families;  index: of the layer."""
 
@@ -193,25 +267,35 @@ class DecoderLayer(nn.Module):
         elif index in config.delta_layers:
             self.self_attn = TorchDeltaNet(config)
         else:
-            self.self_attn = TorchAttention(config, biases)
+            self.self_attn = TorchAttention(config, biases, index)
         norms_after = config.norms_after(index)
         self.attention_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
         own_norm = config.norms_before(index) and self.parallel != "one_norm"
         self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()
-        self.mlp = TorchExperts(config, biases) if config.num_experts else Mlp(config, config.intermediate_size, biases)
+        self.mlp = TorchExperts(config, biases) if config.num_experts else Mlp(config, config.mlp_size(index), biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
+        self.rows = TorchRows(config) if config.hidden_size_per_layer_input else None
+        self.layer_scalar = Gain(1) if config.layer_scalars else None
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Angles | None, attention_mask: Tensor | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, rows: Tensor | None = None, **attention: Any) -> Tensor:
+        """`rows`: what the layer has for the tokens [rows, tokens, size];  `attention`: the arguments of TorchAttention."""
         normed = self.input_layernorm(hidden_states)
-        attended = self.self_attn(normed, position_embeddings=position_embeddings, attention_mask=attention_mask)
+        attended = self.self_attn(normed, **attention)
         if self.parallel != "none":
             both: Tensor = attended + self.mlp(
                 normed if self.parallel == "one_norm" else self.post_attention_layernorm(hidden_states)
             )
             return hidden_states + both
         x = hidden_states + self.attention_output_norm(attended)
+        return self.after_attention(x, rows)
+
+    def after_attention(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The rest of a layer whose MLP comes after its attention, from the stream that attention was added to."""
         result: Tensor = x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
-        return result
+        if self.rows is not None:
+            assert rows is not None
+            result = result + self.rows(result, rows)
+        return result if self.layer_scalar is None else result * self.layer_scalar.weight
 
 
 def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:

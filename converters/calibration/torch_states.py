@@ -95,7 +95,7 @@ def _units(x: Tensor) -> Tensor:
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """What the states of the heads give, from states of zeros on (targets/state_operations.py, DeltaRule).
+    """What the states of the heads give, from states of zeros on (targets/family_operations.py, DeltaRule).
 
     q, k [rows, tokens, heads, key_dim], v [..., value_dim], g, beta [rows, tokens, heads].  Of CHUNK tokens d is the solution
     of a triangular system (Yang et al. 2024, arXiv 2412.06464, section 3.3).

@@ -7,19 +7,22 @@ computation and are ignored.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.format.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents
+from edgeq.format.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents, table_shapes
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.stack import Stack
 
 Values = Mapping[str, Any]
 
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
+LAYER_ROWS, ROW_CONTEXT = "model.layer_rows.weight", "model.row_context.weight"
+ROW_CONTEXT_NORM = "model.row_context_norm.weight"
 NORM, NORM_BIAS, HEAD = "model.norm.weight", "model.norm.bias", "lm_head.weight"
 # Part of a decoder layer -> its module (torch_decoder.py).
 LINEARS = {
@@ -36,6 +39,8 @@ LINEARS = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "row_gate": "rows.gate_proj",
+    "row_out": "rows.out_proj",
 }
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -50,6 +55,8 @@ NORMS = {
     "dt": "self_attn.dt",
     "delta_norm": "self_attn.norm",
     "sinks": "self_attn.sinks",
+    "layer_scalar": "layer_scalar",
+    "row_norm": "rows.norm",
 }
 IN_FLOATS = {
     "router": "mlp.gate",
@@ -210,6 +217,11 @@ class Family:
                     parts[f"{part}.bias"] = f"{tensors}{linear_module(part)}.bias", (rows,)
         return parts
 
+    def largest_layer(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The parts of the layer with the most weights."""
+        layers = map(self.layer_parts, range(self.config.num_hidden_layers))
+        return max(layers, key=lambda parts: sum(math.prod(shape) for _, shape in parts.values()))
+
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """Part of a layer -> tensor name."""
         return {part: name for part, (name, _) in self.layer_parts(layer).items()}
@@ -244,6 +256,9 @@ class Family:
             shapes[NORM_BIAS] = (hidden,)
         if config.rope.kind == "learned":
             shapes[POSITIONS] = (config.max_position_embeddings, hidden)
+        if tables := table_shapes(config):
+            shapes |= {LAYER_ROWS: tables["layer_rows"], ROW_CONTEXT: tables["row_context"]}
+            shapes[ROW_CONTEXT_NORM] = (config.hidden_size_per_layer_input,)
         if not config.tie_word_embeddings and config.pooling is None:
             shapes[HEAD] = (config.vocab_size, hidden)
         for layer in layers:
@@ -255,7 +270,7 @@ class Family:
         """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
         config = self.config
         assert isinstance(config, ModelConfig)
-        multi_head = config.kv_size == config.query_size
+        multi_head = config.kv_size == config.query_size and config.alike
         return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]
 
     def awq_mappings(self, layer: int) -> list[ScaleMapping]:

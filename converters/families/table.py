@@ -10,6 +10,7 @@ from edgeq.converters.families.decoders.cohere import COHERE_FAMILIES
 from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
 from edgeq.converters.families.decoders.falcon import FALCON
 from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
+from edgeq.converters.families.decoders.gemma4 import GEMMA_4_FAMILIES
 from edgeq.converters.families.decoders.glm import GLM_FAMILIES
 from edgeq.converters.families.decoders.gpt import GPT_FAMILIES
 from edgeq.converters.families.decoders.granite import GRANITE
@@ -32,7 +33,7 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, *QWEN_NEXT_FAMILIES,
+    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, *QWEN_NEXT_FAMILIES, *GEMMA_4_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}

@@ -159,13 +159,14 @@ def _descend(block: Block, layer: Sequence[Tuned], inputs: Tensor, targets: Tens
     """Learn the factors.  The rows of each step follow from the layer alone, so that a resumed run takes the same."""
     forward, generator = block.forward, torch.Generator().manual_seed(block.index)
     assert isinstance(forward, BlockForward)
-    arguments, compute = forward.attention_arguments(block.index), forward.compute
+    compute = forward.compute
     factors = [part.factors for part in layer]
     for step in range(STEPS):
         block.on_part(STEPS + SHARE * step, STEPS * (1 + SHARE))
         rows = torch.randperm(len(inputs), generator=generator)[:ROWS]
         gradients = [torch.zeros_like(factor) for factor in factors]
-        for x, target in zip(compute.batches(inputs[rows]), compute.batches(targets[rows]), strict=True):
+        portions = compute.batches(inputs[rows]), compute.batches(targets[rows]), forward.arguments(block.index, rows)
+        for x, target, arguments in zip(*portions, strict=True):
             with torch.enable_grad():
                 loss = (block.module(compute.put(x), **arguments) - compute.put(target)).square().sum()
                 # An expert that no token reached has none.
@@ -179,7 +180,7 @@ def _descend(block: Block, layer: Sequence[Tuned], inputs: Tensor, targets: Tens
 
 def _loss(forward: BlockForward, index: int, module: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     """The sum of squares between the layer's outputs and the targets."""
-    arguments, compute, total = forward.attention_arguments(index), forward.compute, 0.0
-    for x, target in zip(compute.batches(inputs), compute.batches(targets), strict=True):
+    compute, total = forward.compute, 0.0
+    for x, target, arguments in zip(compute.batches(inputs), compute.batches(targets), forward.arguments(index), strict=True):
         total += float((module(compute.put(x), **arguments) - compute.put(target)).square().sum())
     return total

@@ -131,6 +131,7 @@ class ConversionPlan:
         always, writing = BASELINE + self.method.memory_bytes(tokens), 6 * SLAB_BYTES + scales
         if self.calibration is None:
             return always + writing
+        from edgeq.converters.calibration.forward import kept_numbers
         from edgeq.converters.calibration.samples import PictureSamples
 
         c, length = self.method.config, self.calibration.longest
@@ -144,7 +145,8 @@ class ConversionPlan:
         work = (2 * layer + max(batch, tunes * tuning), 2 * layer + writing, layer + batch + states, states + logits + writing)
         pictures = self._picture_bytes(self.calibration) if isinstance(self.calibration, PictureSamples) else 0
         # Tuning has inputs and targets beside the outputs.
-        return always + pictures + (1 + 2 * tunes) * 4 * tokens * c.hidden_size + max(work)
+        kept = (1 + tunes) * 4 * kept_numbers(c, tokens)
+        return always + pictures + kept + (1 + 2 * tunes) * 4 * tokens * c.hidden_size + max(work)
 
     def device_bytes(self, rows: int) -> int:
         """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.
@@ -168,13 +170,13 @@ class ConversionPlan:
 
     @property
     def layer_bytes(self) -> int:
-        """A decoder layer in float32."""
-        return 4 * sum(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+        """The largest decoder layer in float32."""
+        return 4 * sum(math.prod(shape) for _, shape in self.method.family.largest_layer().values())
 
     @property
     def largest_bytes(self) -> int:
         """Its largest matrix."""
-        return 4 * max(math.prod(shape) for _, shape in self.method.family.layer_parts(0).values())
+        return 4 * max(math.prod(shape) for _, shape in self.method.family.largest_layer().values())
 
     def batch_bytes(self, rows: int) -> int:
         """Scores of attention, where torch keeps them whole, and what a layer computes from so many rows of tokens."""
@@ -191,7 +193,7 @@ class ConversionPlan:
         assert self.tower is not None and isinstance(self.tower.stack, VisionConfig)
         c, patches = self.tower.stack, [math.prod(picture.grid) for picture in samples.pictures]
         widest = max(c.patch_width, c.hidden_size)
-        layer = 4 * sum(math.prod(shape) for _, shape in self.tower.family.layer_parts(0).values())
+        layer = 4 * sum(math.prod(shape) for _, shape in self.tower.family.largest_layer().values())
         most = max(patches)
         batch = 4 * most * (3 * c.num_attention_heads * most + token_activations(c) + 2 * c.joined_size)
         kept = widest + len(c.tap_layers) * c.hidden_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from edgeq.converters.budget.parts import checked
 from edgeq.converters.calibration.compute import Compute
@@ -26,15 +26,15 @@ from edgeq.converters.methods.as_stored import AsStored
 from edgeq.converters.planning.options import ConvertOptions, spelled
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
-from edgeq.network.rope import Rope, frequencies
+from edgeq.network.rope import frequencies
 from edgeq.system.machine import available_bytes
 
 if TYPE_CHECKING:
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
-TAKES_STATES = ("none", "rtn", "awq", "gptq", "awq+gptq")
-"""Methods that convert layers with a state in place of attention."""
+TAKES_OTHERS = ("none", "rtn", "awq", "gptq", "awq+gptq")
+"""Methods that convert layers with a state in place of attention, and layers whose heads differ."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
 
@@ -66,9 +66,10 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     """
     embeds = embedding_settings(source, options.pooling)
     family, config = described(source, embeds.pooling if embeds else None)
-    for rope in {config.layer_rope(layer) for layer in range(config.num_hidden_layers)} - {None}:
-        # Refuses what could not be run.
-        frequencies(cast(Rope, rope), config.head_dim)
+    for rope, size in {(config.layer_rope(i), config.heads_of(i).head_dim) for i in range(config.num_hidden_layers)}:
+        if rope is not None:
+            # Refuses what could not be run.
+            frequencies(rope, size)
     text = read_text(source, config.vocab_size, embeds.prompts if embeds else None)
     if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
@@ -76,7 +77,7 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     method = chosen(options)(options, family, config)
     _check_pooling(method)
-    _check_states(method)
+    _check_layers(method)
     tower = _tower(options, family)
     _check_pictures(method, tower)
     rows = _calibration(method, text)
@@ -87,13 +88,23 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     return replace(plan, compute=_compute(plan))
 
 
-def _check_states(method: Method) -> None:
-    """UnsupportedError: the method takes every layer to have attention, and some have a state instead."""
-    if method.config.state_layers and method.name not in TAKES_STATES:
-        kind = "convolutions" if method.config.conv_layers else "a gated delta net"
+def _check_layers(method: Method) -> None:
+    """UnsupportedError: the method takes every layer to have attention like the others, and some have none, or other heads."""
+    config, options = method.config, method.options
+    others: dict[str, object] = {"convolutions": config.conv_layers, "a gated delta net": config.delta_net}
+    others["heads of several kinds"] = not config.alike
+    kind = next((name for name, found in others.items() if found), None)
+    if kind and method.name not in TAKES_OTHERS:
         raise UnsupportedError(
-            f"--method {method.name}: this model ({method.config.model_type}) has layers of {kind}; "
-            f"supported: {', '.join(TAKES_STATES)}"
+            f"--method {method.name}: this model ({config.model_type}) has layers of {kind}; "
+            f"supported: {', '.join(TAKES_OTHERS)}"
+        )
+    measured = options.budget is not None or options.allocation is not None
+    if measured and (config.num_kv_shared_layers or config.hidden_size_per_layer_input):
+        raise UnsupportedError(
+            f"{spelled('budget' if options.budget is not None else 'allocation')}: layers of this model ({config.model_type}) "
+            "read keys and values of others, or rows of their own, through which nothing is measured yet; give --bits as an "
+            "integer"
         )
 
 

@@ -9,7 +9,7 @@ from typing import cast
 from edgeq.converters.budget.part_names import TABLE
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.tokenizer import TextAssets
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS, POSITIONS
+from edgeq.converters.families import EMBEDDING, HEAD, LAYER_ROWS, NORM, NORM_BIAS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM
 from edgeq.converters.method import Method
 from edgeq.converters.planning.items import ArrayItem, BlobItem, Item
 from edgeq.converters.rounding.linears import LinearItem, Recipe
@@ -23,6 +23,7 @@ from edgeq.format.manifest import (
     layer_prefix,
     patch_contents,
     projector_contents,
+    table_shapes,
 )
 from edgeq.network.config import VisionConfig
 
@@ -53,6 +54,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         first.append(_embedding(stack, method))
     if config.rope.kind == "learned":
         first.append(stack.array("positions", "positions", POSITIONS))
+    first += _layer_rows(stack, method)
     table = EMBEDDING if stored_config.tie_word_embeddings else HEAD
     codec = None if options.bits is None else method.allocated("head") or head_codec(options.head or 8, config.hidden_size)
     ends: list[Item] = [stack.array("norm", "norm", NORM)]
@@ -87,6 +89,21 @@ def _embedding(stack: StackItems, method: Method) -> Item:
         return stack.array(TABLE, TABLE, EMBEDDING)
     codec = method.allocated(TABLE) or Codec(cast(Kind, method.dtype(TABLE, stack.kind(EMBEDDING))))
     return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(codec))
+
+
+def _layer_rows(stack: StackItems, method: Method) -> Iterator[Item]:
+    """The table of rows that layers have for each token, in the bits of their weights; what makes such rows of embeddings stays
+    as it is."""
+    options, tables = method.options, table_shapes(method.config)
+    if not tables:
+        return
+    (rows, width), (_, hidden) = tables.values()
+    floats = Codec(options.dtype or stack.kind(LAYER_ROWS))
+    codec = method.codec(width) if options.bits is not None else stack.codec(LAYER_ROWS) if method.keeps_integers else floats
+    yield LinearItem("layer_rows", ((LAYER_ROWS, rows),), width, Recipe(codec, method.preset))
+    kind = cast(Kind, method.dtype("row_context", stack.kind(ROW_CONTEXT)))
+    yield LinearItem("row_context", ((ROW_CONTEXT, width),), hidden, Recipe(Codec(kind)))
+    yield stack.array("row_context_norm", "row_context_norm", ROW_CONTEXT_NORM)
 
 
 def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:

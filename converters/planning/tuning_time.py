@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,11 @@ def tuning_seconds(plan: ConversionPlan) -> float:
     batch = min(plan.compute.rows, learned)
     layer = _layer(plan)
     rope = config.layer_rope(0)
-    found = angles(rope, config.head_dim, length) if rope else None
+    found = angles(rope, config.heads_of(0).head_dim, length) if rope else None
     turns = None if found is None else (put(found[0]), put(found[1]))
-    arguments = {"position_embeddings": turns, "attention_mask": put(causal(length, config.window(0)))}
+    arguments: dict[str, Any] = {"position_embeddings": turns, "attention_mask": put(causal(length, config.window(0)))}
+    if size := config.hidden_size_per_layer_input:
+        arguments["rows"] = put(torch.ones(batch, length, size))
     x = put(torch.randn(batch, length, config.hidden_size, generator=torch.Generator().manual_seed(0)))
 
     def passed() -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgeq.converters.calibration.head import LogSumExp, Rounded, head_slabs, last_norm, unchanged
+from edgeq.converters.calibration.head import LogSumExp, Rounded, capped, head_slabs, last_norm, unchanged
 from edgeq.converters.planning.plan import ConversionPlan
+from edgeq.network.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class HeadVariant:
 
 
 @torch.no_grad()
-def divergences(head: Iterator[NDArray[np.float32]], exact: Tensor, variants: Sequence[HeadVariant]) -> list[float]:
+def divergences(
+    config: ModelConfig, head: Iterator[NDArray[np.float32]], exact: Tensor, variants: Sequence[HeadVariant]
+) -> list[float]:
     """Mean KL(p || q) in nats over the tokens, of every variant q from `exact` [tokens, hidden] through the `head` as it is.
 
     Computed on the device of `exact`; the variants are brought there.
@@ -39,10 +42,10 @@ def divergences(head: Iterator[NDArray[np.float32]], exact: Tensor, variants: Se
     first = 0
     for rows in head:
         weight = torch.from_numpy(rows)
-        logits = exact @ weight.to(device).T
+        logits = capped(exact @ weight.to(device).T, config)
         share, inside = everything.add(logits), logits.softmax(1)
         for variant, total, gap in zip(variants, totals, gaps, strict=True):
-            changed = variant.inputs.to(device) @ variant.head(weight, first).to(device).T
+            changed = capped(variant.inputs.to(device) @ variant.head(weight, first).to(device).T, config)
             total.add(changed)
             here = inside.mul(logits - changed).sum(1).cpu().double()
             gap += share * (here - gap)
@@ -57,4 +60,4 @@ def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tupl
     norm = last_norm(config, tensors)
     variants = [HeadVariant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
     inputs = plan.compute.put(norm(exact).flatten(0, 1))
-    return divergences(head_slabs(tensors.rows, config, len(inputs)), inputs, variants)
+    return divergences(config, head_slabs(tensors.rows, config, len(inputs)), inputs, variants)

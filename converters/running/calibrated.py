@@ -52,8 +52,10 @@ class CalibratedRun(ConversionRun):
         return round_rows
 
     def layer_written(self, index: int, tensors: Tensors) -> None:
-        if index == self.stages.trial_after:
-            self._try_pass(self.plan.steps[index].layer or 0, tensors)
+        number = self.plan.steps[index].layer or 0
+        # Of a layer without keys and values of its own those that it reads are not at hand.
+        if index == self.stages.trial_after and not self.method.config.shares_cache(number):
+            self._try_pass(number, tensors)
 
     def measure_file(self) -> None:
         if self.plan.options.allocation is not None and self.plan.calibration is not None:

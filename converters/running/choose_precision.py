@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import TokenForward, WholeReader
-from edgeq.converters.calibration.head import LogSumExp, beginnings, head_slabs, last_norm
+from edgeq.converters.calibration.head import LogSumExp, beginnings, capped, head_slabs, last_norm
 from edgeq.converters.calibration.torch_decoder import quantized_linears
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import HEAD
@@ -35,6 +35,7 @@ from edgeq.converters.rounding.quantizer import quantize, restored
 from edgeq.format.codec import Codec
 from edgeq.format.quantization import activation_block, activation_limit
 from edgeq.format.records import Mode
+from edgeq.network.config import ModelConfig
 
 MAX_HEAD_KL = 0.005
 MAX_A8_RISE = 0.003
@@ -99,7 +100,7 @@ def choose(
     # Inputs of the head at every position that has a next token: [tokens, hidden].
     states = [torch.cat([x[:, :-1].flatten(0, 1) for x in each])[asked] for each in (exact, rounded)]
     inputs = [compute.put(norm(x)) for x in states]
-    kl, rise = _measure(head_slabs(tensors.rows, config, len(states[0])), inputs, following[asked], heads, round_rows)
+    kl, rise = _measure(config, head_slabs(tensors.rows, config, len(states[0])), inputs, following[asked], heads, round_rows)
     head = next((bits for bits in heads if kl[bits] <= MAX_HEAD_KL), list(heads)[-1])
     measured = {"tokens": sum(each.numel() for each in tokens), "head_kl": {str(bits): kl[bits] for bits in heads}}
     if method.mode:
@@ -162,6 +163,7 @@ def _outputs(
 
 
 def _measure(
+    config: ModelConfig,
     head: Iterator[NDArray[np.float32]],
     inputs: list[Tensor],
     targets: Tensor,
@@ -183,13 +185,13 @@ def _measure(
         weight = own.to(exact.device)
         here = ((targets >= first) & (targets < first + len(weight))).nonzero()[:, 0]
         at = here.to(exact.device), (targets[here] - first).to(exact.device)
-        logits = exact @ weight.T
+        logits = capped(exact @ weight.T, config)
         share, inside = everything.add(logits), logits.softmax(1)
         for bits, codec in heads.items():
             candidate = weight if codec is None else restored(round_rows(own, codec, HEAD), codec).to(exact.device)
             views = (exact, rounded_activations(rounded, codec) if codec else rounded)
             for i, x in enumerate(views):
-                approximate = x @ candidate.T
+                approximate = capped(x @ candidate.T, config)
                 totals[bits][i].add(approximate)
                 wanted[bits][i, here] = approximate[at].cpu().double()
                 if i == 0:

@@ -29,7 +29,7 @@ StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
 
 def layer_contents(config: Stack, layer: int) -> StackContents:
     """The contents of a layer of a decoder or of a tower, in execution order."""
-    hidden, q, kv, p = config.hidden_size, config.query_size, config.kv_size, layer_prefix(config, layer)
+    hidden, p = config.hidden_size, layer_prefix(config, layer)
     contents: StackContents = dict(_norm(config, f"{p}attention_norm")) if config.norms_before(layer) else {}
     if layer in config.conv_layers:
         contents[f"{p}conv_in"] = {f"{p}conv_in": (3 * hidden, hidden)}
@@ -38,12 +38,7 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
     elif layer in config.delta_layers:
         contents |= _delta_net(config, p)
     else:
-        gate: dict[str, Shape] = {f"{p}attention_gate": (q, hidden)} if config.attention_gate else {}
-        contents[f"{p}qkv"] = {f"{p}q": (q, hidden), f"{p}k": (kv, hidden), f"{p}v": (kv, hidden)} | gate
-        of_queries, of_keys = config.qk_norm_sizes
-        contents |= {f"{p}q_norm": (of_queries,), f"{p}k_norm": (of_keys,)} if config.qk_norm else {}
-        contents |= {f"{p}sinks": (config.num_attention_heads,)} if config.attention_sinks else {}
-        contents[f"{p}o"] = {f"{p}o": (hidden, q)}
+        contents |= _attention(config, layer)
     contents |= _norm(config, f"{p}post_attention_norm") if config.norms_after(layer) else {}
     own_norm = config.norms_before(layer) and config.parallel_blocks != "one_norm"
     contents |= _norm(config, f"{p}mlp_norm") if own_norm else {}
@@ -55,8 +50,29 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
             contents[f"{p}shared_gate"] = {f"{p}shared_gate": (1, hidden)}
             contents |= _mlp(config, f"{p}shared.", config.shared_expert_intermediate_size)
     else:
-        contents |= _mlp(config, p, config.intermediate_size)
-    return contents | (_norm(config, f"{p}post_mlp_norm") if config.norms_after(layer) else {})
+        contents |= _mlp(config, p, config.mlp_size(layer))
+    contents |= _norm(config, f"{p}post_mlp_norm") if config.norms_after(layer) else {}
+    if size := config.hidden_size_per_layer_input:
+        contents |= {f"{p}row_gate": {f"{p}row_gate": (size, hidden)}, f"{p}row_out": {f"{p}row_out": (hidden, size)}}
+        contents |= _norm(config, f"{p}row_norm")
+    return contents | ({f"{p}layer_scalar": (1,)} if config.layer_scalars else {})
+
+
+def _attention(config: Stack, layer: int) -> StackContents:
+    """Keys and values are those of another layer, or the values are the keys, where the configuration says so."""
+    hidden, p, shape = config.hidden_size, layer_prefix(config, layer), config.heads_of(layer)
+    q, kv, shared = shape.query_size, shape.kv_size, config.shares_cache(layer)
+    parts: dict[str, Shape] = {f"{p}q": (q, hidden)}
+    if not shared:
+        parts[f"{p}k"] = (kv, hidden)
+        parts |= {} if config.keys_are_values(layer) else {f"{p}v": (kv, hidden)}
+    parts |= {f"{p}attention_gate": (q, hidden)} if config.attention_gate else {}
+    contents: StackContents = {f"{p}q" if shared else f"{p}qkv": parts}
+    if config.qk_norm:
+        of_queries, of_keys = config.qk_norm_sizes(layer)
+        contents |= {f"{p}q_norm": (of_queries,)} | ({} if shared else {f"{p}k_norm": (of_keys,)})
+    contents |= {f"{p}sinks": (config.num_attention_heads,)} if config.attention_sinks else {}
+    return contents | {f"{p}o": {f"{p}o": (hidden, q)}}
 
 
 def layer_prefix(config: Stack, layer: int) -> str:
@@ -133,9 +149,17 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["embedding"] = (config.vocab_size, config.hidden_size)
     if config.rope.kind == "learned":
         shapes["positions"] = (config.max_position_embeddings, config.hidden_size)
+    if config.hidden_size_per_layer_input:
+        shapes["row_context_norm"] = (config.hidden_size_per_layer_input,)
     for part in _parts(config):
         shapes.update({name: shape for name, shape in part.items() if isinstance(shape, tuple)})
     return shapes | _norm(config, "norm")
+
+
+def table_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Linear layers of the rows that layers have for tokens, side by side: their table, and what makes some of embeddings."""
+    width = config.num_hidden_layers * config.hidden_size_per_layer_input
+    return {"layer_rows": (config.vocab_size, width), "row_context": (width, config.hidden_size)} if width else {}
 
 
 def _parts(config: ModelConfig) -> Iterator[StackContents]:
@@ -167,6 +191,7 @@ def check(metadata: Metadata) -> None:
                 expected.update(parts)
     if config.pooling is None:
         expected["head"] = (config.vocab_size, config.hidden_size)
+    expected |= table_shapes(config)
     quantized_table = not config.tie_word_embeddings and "embedding" in metadata.linears
     if quantized_table:
         expected["embedding"] = (config.vocab_size, config.hidden_size)
@@ -183,19 +208,25 @@ def check(metadata: Metadata) -> None:
             raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
         if quantized_table and any(part is not None for part in (*changing, table.bias, table.activation, table.master)):
             raise FormatError("a quantized embedding can have one weight block and nothing else")
+    if rows := metadata.linears.get("layer_rows"):
+        parts = (rows.input_order, rows.transform, rows.input_scale, rows.low_rank, rows.split_row, *rows.weights[1:])
+        if any(part is not None for part in (*parts, rows.bias, rows.activation, rows.master)):
+            raise FormatError("layer_rows can have one weight block and nothing else")
     if config.pooling is not None and any(linear.master for linear in metadata.linears.values()):
         raise FormatError("a model that embeds has masters; weights are requantized for a prompt that is then continued")
     arrays = array_shapes(config)
     if quantized_table:
         del arrays["embedding"]
     rotated = config.num_hidden_layers if "layers.0.key_rotation" in metadata.arrays else 0
+    if rotated and not config.alike:
+        raise FormatError("a key_rotation in a model whose layers differ in their heads, or share keys and values")
     rotations = {name: part for i in range(rotated) for name, part in rotation_shapes(config, i).items()}
     _same_names("arrays", {*arrays, *rotations}, set(metadata.arrays))
     for name, part in rotations.items():
         if (metadata.arrays[name].dtype, metadata.arrays[name].shape) != part:
             raise FormatError(f"{name} is {metadata.arrays[name].dtype} {metadata.arrays[name].shape}; expected {part}")
     kv = metadata.kv
-    if kv.high and (kv.kind != "int4" or kv.high > config.head_dim):
+    if kv.high and (kv.kind != "int4" or kv.high > config.head_dim or not config.alike):
         raise FormatError(f"a {kv.kind} cache with {kv.high} dimensions in 8 bits; heads have {config.head_dim}")
     if not 2 <= kv.bits <= 4 or (kv.kind != "int4" and kv.bits != 4):
         raise FormatError(f"a {kv.kind} cache with codes of {kv.bits} bits; an int4 cache has 2 to 4")

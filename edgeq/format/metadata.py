@@ -35,7 +35,9 @@ class Metadata:
     `layers.3.router`, `layers.3.experts.7.gate_up`, `layers.3.experts.7.down`, and for a shared one `layers.3.shared_gate`,
     `layers.3.shared.gate_up`, `layers.3.shared.down`; in place of attention a convolution has `layers.3.conv_in` and
     `layers.3.conv_out`, and the array `layers.3.conv`; an embedding that is not the head and has a codec is `embedding`.
-    A model that embeds texts has no `head`.
+    A model that embeds texts has no `head`.  Where layers have rows of their own for each token, there are the table
+    `layer_rows`, `row_context`, `layers.3.row_gate` and `layers.3.row_out`, and the arrays `row_context_norm` and
+    `layers.3.row_norm`.  With factors of the stream there is the array `layers.3.layer_scalar`.
     Arrays: `embedding` (absent when it is that, or tied to the head), `positions` where they are learned,
     `layers.3.attention_norm`, `layers.3.mlp_norm`, `layers.3.q_norm`, `layers.3.k_norm`, `norm`, of a LayerNorm also
     `layers.3.mlp_norm_bias` ..., where attention and MLP end in a norm `layers.3.post_attention_norm` and
@@ -73,14 +75,14 @@ class Metadata:
         """
         head = self.linears["head"].nbytes if "head" in self.linears else 0
         norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
-        kv = self.kv.head_bytes(self.config.head_dim)
-        attends = self.config.num_hidden_layers - len(self.config.state_layers)
-        # One row of an embedding is read, which is not worth counting.
-        all_weights = sum(x.nbytes for name, x in self.linears.items() if name != "embedding") + norms
+        config = self.config
+        own = [i for i in range(config.num_hidden_layers) if i not in config.state_layers and not config.shares_cache(i)]
+        # One row of a table is read, which is not worth counting.
+        all_weights = sum(x.nbytes for name, x in self.linears.items() if name not in ("embedding", "layer_rows")) + norms
         return {
             "weights": all_weights - self.idle_bytes() - head - self.vision_bytes(),
             "head": head,
-            "kv_per_position": attends * 2 * self.config.num_key_value_heads * kv,
+            "kv_per_position": sum(2 * each.kv_heads * self.kv.head_bytes(each.head_dim) for each in map(config.heads_of, own)),
         }
 
 

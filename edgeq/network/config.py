@@ -105,10 +105,18 @@ class VisionConfig(Stack):
         ropes = self.local_rope or self.layers_without_rope
         norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads"
         attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
-        if attention or self.num_experts or self.state_layers:
+        if (
+            attention
+            or self.num_experts
+            or self.state_layers
+            or self.layer_scalars
+            or not self.alike
+            or (self.hidden_size_per_layer_input)
+        ):
             raise UnsupportedError(
                 "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, conv_layers, "
-                "delta_net, attention_gate or attention_sinks is not supported"
+                "delta_net, attention_gate, attention_sinks, layer_scalars, hidden_size_per_layer_input, value_norm, "
+                "num_kv_shared_layers or heads of several shapes is not supported"
             )
 
     def _check_positions(self) -> None:
@@ -195,6 +203,7 @@ class ModelConfig(Stack):
     """A decoder: Llama, and the families that differ from it by a few settings.
 
     embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
+    final_logit_softcapping   logits z become it * tanh(z / it); None: they stay (Gemma 4)
     vision                  the tower and projector that give it pictures; None: it reads text alone
     pooling                 it has no head and embeds texts; None: it continues them
     """
@@ -204,6 +213,7 @@ class ModelConfig(Stack):
     max_position_embeddings: int
     tie_word_embeddings: bool
     embedding_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
     vision: VisionConfig | None = None
     pooling: Pooling | None = None
 
@@ -213,6 +223,8 @@ class ModelConfig(Stack):
             raise FormatError("config model_type is not a short text")
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
         check_positive("embedding_multiplier", self.embedding_multiplier)
+        if self.final_logit_softcapping is not None:
+            check_positive("final_logit_softcapping", self.final_logit_softcapping)
         for rope in (self.rope, *((self.local_rope,) if self.local_rope else ())):
             if rope.kind == "axial" or (rope.sections and (rope.axes != 3 or self.vision is None)):
                 raise FormatError(f"config rope has {rope.axes} axes ({rope.kind}); a decoder has 1, with a tower or 3")
@@ -234,6 +246,18 @@ class ModelConfig(Stack):
             raise UnsupportedError("conv_layers beside pooling, a vision tower or experts are not supported")
         if self.delta_net and (self.pooling or self.vision):
             raise UnsupportedError("delta_net beside pooling or a vision tower is not supported")
+        if self.final_logit_softcapping is not None and self.pooling:
+            raise FormatError("config has final_logit_softcapping and pooling; what embeds has no logits")
+        if (self.hidden_size_per_layer_input or not self.alike) and (self.pooling or self.vision):
+            raise UnsupportedError(
+                "value_norm, num_kv_shared_layers, hidden_size_per_layer_input or heads of several shapes beside pooling or a "
+                "vision tower are not supported"
+            )
+        if self.num_hidden_layers * self.hidden_size_per_layer_input > MAX_CHANNELS:
+            raise FormatError(
+                f"config hidden_size_per_layer_input is {self.hidden_size_per_layer_input} in {self.num_hidden_layers} layers; "
+                f"expected at most {MAX_CHANNELS} channels together"
+            )
         if self.pooling is not None and self.vision is not None:
             raise UnsupportedError("pooling beside a vision tower is not supported")
 

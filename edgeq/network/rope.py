@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 
-ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial", "yarn", "proportional")
 IN_SECTIONS = ("default", "axial")
 """Kinds whose pairs can belong to several axes."""
 MAX_AXES = 3
@@ -33,14 +33,15 @@ class Rope:
             an entry of a table is added to the embedding instead); "axial" (each section has the whole spectrum, as rows and
             columns of a picture have in a tower); "yarn" (Peng et al. 2023, arXiv 2309.00071: frequencies of more than
             beta_fast turns in the original context stay, those of less than beta_slow are divided by factor, between them the
-            two are mixed linearly in the index of the pair; cosines and sines times attention_factor)
+            two are mixed linearly in the index of the pair; cosines and sines times attention_factor); "proportional" (Gemma 4:
+            the whole head is pairs, of which the first partial_rotary_factor of all turn, and the others stay)
     sections      pairs that each of several axes rotates; in "default" time, height and width share one spectrum (M-RoPE, Wang
                   et al. 2024, arXiv 2409.12191); empty: one axis rotates all
     interleaved   of "default": pairs i with i % 3 = 1 and 2 belong to height and width, as many as their sections say, and all
                   others to time (Qwen3-VL); else the sections follow one another
     truncate      of "yarn": the indices between which frequencies are mixed are rounded, down and up
 
-    The first head_dim * partial_rotary_factor channels of a head are rotated.
+    The first head_dim * partial_rotary_factor channels of a head are rotated, but in "proportional".
     """
 
     theta: float
@@ -66,7 +67,7 @@ class Rope:
 
     def rotary_size(self, head_dim: int) -> int:
         """Channels of a head that are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int, name: str) -> None:
         """UnsupportedError: the kind; FormatError: a number that is out of range or does not fit `head_dim`."""
@@ -152,6 +153,9 @@ def frequencies(rope: Rope, head_dim: int, context: int = 0) -> tuple[float, ...
     FormatError: the bounds of a llama3 rope are in the wrong order.
     """
     size = rope.rotary_size(head_dim)
+    if rope.kind == "proportional":
+        turning = int(rope.partial_rotary_factor * head_dim // 2)
+        return tuple(rope.theta ** (-2 * i / head_dim) if i < turning else 0.0 for i in range(head_dim // 2))
     plain = [rope.theta ** (-2 * i / size) for i in range(size // 2)]
     if rope.kind == "linear":
         return tuple(f / rope.factor for f in plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.delta_net import MAX_TAPS, DeltaNet
@@ -28,14 +28,34 @@ GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
                 "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
-                "qk_norm_kind", "delta_net", "attention_gate", "attention_sinks", "swiglu_limit", "swiglu_alpha")  # fmt: skip
+                "qk_norm_kind", "delta_net", "attention_gate", "attention_sinks", "swiglu_limit", "swiglu_alpha",
+                "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "value_norm", "num_kv_shared_layers",
+                "use_double_wide_mlp", "hidden_size_per_layer_input", "layer_scalars", "final_logit_softcapping")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
+FLAGS = ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks",
+         "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars")  # fmt: skip
 PARALLEL = ("none", "one_norm", "two_norms")
 QK_NORMS = ("heads", "whole", "rotated")
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
 """Fields with an entry for layers."""
 Config = TypeVar("Config", bound="Stack")
+
+
+class HeadShape(NamedTuple):
+    """Heads of a layer with attention: of queries, of keys and of values, and channels of each."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +86,16 @@ class Stack:
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     attention_sinks         each head has a score of its own in every softmax, whose share goes nowhere (gpt-oss)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
+    global_head_dim, num_global_key_value_heads   of layers without a sliding window, in place of head_dim and
+                            num_key_value_heads; 0: these (Gemma 4)
+    attention_k_eq_v        in layers without a sliding window the values are the keys before their norm and rotation (Gemma 4)
+    value_norm              an RMSNorm without a gain over each head of the values (Gemma 4)
+    num_kv_shared_layers    so many last layers have no keys and values: each reads those of the last layer before them that has
+                            a sliding window as it has, or none as it has none (Gemma 4)
+    use_double_wide_mlp     the MLPs of these layers have twice intermediate_size (Gemma 4)
+    hidden_size_per_layer_input   channels of what each layer adds to the stream after its MLP, made of the stream and of the
+                            token's own row of a table for that layer; 0: nothing (Gemma 4)
+    layer_scalars           after each layer the residual stream is multiplied by a number of the layer's own (Gemma 4)
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
                             highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
                             (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
@@ -108,6 +138,14 @@ class Stack:
     attention_sinks: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
+    global_head_dim: int = 0
+    num_global_key_value_heads: int = 0
+    attention_k_eq_v: bool = False
+    value_norm: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = 0
+    layer_scalars: bool = False
 
     prefix: ClassVar[str] = ""
 
@@ -115,20 +153,24 @@ class Stack:
         for name, limit in MAX_SIZES.items():
             if name in {f.name for f in fields(self)}:
                 check_integer(name, getattr(self, name), 1, limit)
-        for name in ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks"):
+        for name in FLAGS:
             check_flag(name, getattr(self, name))
         if self.gated_mlp is not None:
             check_flag("gated_mlp", self.gated_mlp)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise FormatError(
-                f"config has {self.num_attention_heads} query heads and {self.num_key_value_heads} key/value heads; "
-                "the first must be a multiple of the second"
-            )
-        if self.head_dim % 2:
-            raise FormatError(f"config head_dim is {self.head_dim}; rotary positions need an even number")
+        for name, most in {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}.items():
+            check_integer(name, getattr(self, name), 0, MAX_SIZES[most])
+        for kind in (self._heads, self._global_heads):
+            if kind.heads % kind.kv_heads:
+                raise FormatError(
+                    f"config has {kind.heads} query heads and {kind.kv_heads} key/value heads; "
+                    "the first must be a multiple of the second"
+                )
+            if kind.head_dim % 2:
+                raise FormatError(f"config head_dim is {kind.head_dim}; rotary positions need an even number")
         if self.hidden_act not in ACTIVATIONS:
             raise UnsupportedError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-        self.rope.check(self.head_dim, "rope")
+        for size in (self._global_heads.head_dim, *((self.head_dim,) if self.local_rope is None else ())):
+            self.rope.check(size, "rope")
         if self.local_rope is not None:
             self.local_rope.check(self.head_dim, "local_rope")
         check_positive("rms_norm_eps", self.rms_norm_eps)
@@ -141,6 +183,7 @@ class Stack:
         longest = MAX_SIZES["max_position_embeddings"]
         if any(type(w) is not int or not 0 <= w <= longest for w in self.sliding_windows):
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
+        self._check_shared_layers()
         check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
         check_layers("conv_layers", self.conv_layers, self.num_hidden_layers)
         check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
@@ -167,6 +210,35 @@ class Stack:
             raise UnsupportedError("parallel_blocks beside post_norms, experts or conv_layers are not supported")
         if self.qk_norm_kind != "heads" and not self.qk_norm:
             raise FormatError(f"config qk_norm_kind is {self.qk_norm_kind!r} without qk_norm")
+
+    def _check_shared_layers(self) -> None:
+        """FormatError, UnsupportedError: layers of several shapes, or that share keys and values, do not fit the others."""
+        layers, shared = self.num_hidden_layers, self.num_kv_shared_layers
+        check_integer("num_kv_shared_layers", shared, 0, layers - 1)
+        for layer in range(layers - shared, layers):
+            source = self.cache_layer(layer)
+            if source < 0 or self.window(source) != self.window(layer):
+                raise FormatError(
+                    f"config num_kv_shared_layers is {shared}: layer {layer} has a window of {self.window(layer)}, and none of "
+                    f"the first {layers - shared} layers has keys and values for it"
+                )
+        check_integer("hidden_size_per_layer_input", self.hidden_size_per_layer_input, 0, MAX_SIZES["hidden_size"])
+        if self.use_double_wide_mlp and not shared:
+            raise FormatError("config use_double_wide_mlp without num_kv_shared_layers")
+        if self.hidden_size_per_layer_input and not self.post_norms:
+            raise UnsupportedError("hidden_size_per_layer_input without post_norms is not supported")
+        several = not self.alike or self.attention_k_eq_v or self.hidden_size_per_layer_input
+        if several and not self.value_norm:
+            raise UnsupportedError(
+                "heads of several shapes, num_kv_shared_layers, attention_k_eq_v or hidden_size_per_layer_input without "
+                "value_norm are not supported"
+            )
+        other = self.parallel or self.state_layers or self.attention_gate or self.qk_norm_kind != "heads"
+        if several and other:
+            raise UnsupportedError(
+                "heads of several shapes, value_norm, num_kv_shared_layers or hidden_size_per_layer_input beside "
+                "parallel_blocks, conv_layers, delta_net, attention_gate or a qk_norm_kind are not supported"
+            )
 
     def _check_experts(self) -> None:
         limits = {
@@ -203,10 +275,10 @@ class Stack:
         """Whether attention and MLP read the same stream."""
         return self.parallel_blocks != "none"
 
-    @property
-    def qk_norm_sizes(self) -> tuple[int, int]:
-        """Channels of the norms of queries and of keys."""
-        return (self.query_size, self.kv_size) if self.qk_norm_kind == "whole" else (self.head_dim, self.head_dim)
+    def qk_norm_sizes(self, layer: int) -> tuple[int, int]:
+        """Channels of the norms of queries and of keys of this layer."""
+        shape = self.heads_of(layer)
+        return (shape.query_size, shape.kv_size) if self.qk_norm_kind == "whole" else (shape.head_dim, shape.head_dim)
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
@@ -218,10 +290,9 @@ class Stack:
         """Indices of layers that have a state in place of keys and values, ascending."""
         return self.conv_layers or self.delta_layers
 
-    @property
-    def attention_scale(self) -> float:
-        """The factor of the scores before the softmax."""
-        scale: float = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+    def attention_scale(self, layer: int) -> float:
+        """The factor of the scores before the softmax of this layer."""
+        scale: float = (self.query_pre_attn_scalar or self.heads_of(layer).head_dim) ** -0.5
         return scale
 
     def layer_rope(self, layer: int) -> Rope | None:
@@ -232,11 +303,50 @@ class Stack:
 
     @property
     def query_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
+        """Channels of all queries; where layers differ, of those with a sliding window."""
+        return self._heads.query_size
 
     @property
     def kv_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
+        """Channels of all keys, and of all values; where layers differ, of those with a sliding window."""
+        return self._heads.kv_size
+
+    @property
+    def _heads(self) -> HeadShape:
+        return HeadShape(self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+
+    @property
+    def _global_heads(self) -> HeadShape:
+        heads, size = self.num_global_key_value_heads or self.num_key_value_heads, self.global_head_dim or self.head_dim
+        return HeadShape(self.num_attention_heads, heads, size)
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """The heads of this layer's attention."""
+        return self._heads if self.window(layer) else self._global_heads
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers with attention have heads of one shape, and keys and values of their own."""
+        return self._heads == self._global_heads and not (self.value_norm or self.num_kv_shared_layers)
+
+    def shares_cache(self, layer: int) -> bool:
+        """Whether this layer reads the keys and values of another."""
+        return layer >= self.num_hidden_layers - self.num_kv_shared_layers
+
+    def cache_layer(self, layer: int) -> int:
+        """The layer whose keys and values this one reads; -1: there is none."""
+        if not self.shares_cache(layer):
+            return layer
+        own, first = bool(self.window(layer)), self.num_hidden_layers - self.num_kv_shared_layers
+        return next((other for other in reversed(range(first)) if bool(self.window(other)) is own), -1)
+
+    def keys_are_values(self, layer: int) -> bool:
+        """Whether the values of this layer are its keys, before their norm and rotation."""
+        return self.attention_k_eq_v and not self.window(layer)
+
+    def mlp_size(self, layer: int) -> int:
+        """Inner channels of the MLP of this layer; with experts of one of them."""
+        return self.intermediate_size * (2 if self.use_double_wide_mlp and self.shares_cache(layer) else 1)
 
     def norms_before(self, layer: int) -> bool:
         """Whether the blocks of this layer read a norm of the stream."""

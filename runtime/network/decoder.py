@@ -13,6 +13,18 @@ from edgeq.format.metadata import Metadata
 from edgeq.network.delta_net import DeltaNet
 from edgeq.network.rope import rotation
 from edgeq.network.stack import Stack
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    DeltaRule,
+    Gate,
+    GatedNorm,
+    ScaleAdd,
+    ShortConv,
+    SiluConv,
+    SoftCap,
+    ValueNorm,
+    delta_state,
+)
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -37,7 +49,6 @@ from edgeq.targets.graph import (
     Scale,
     Select,
 )
-from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, delta_state
 from edgeq.targets.states import StateSpec
 
 
@@ -50,16 +61,23 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     operations: list[Operation] = [*embedding(metadata)]
     # The inputs of masters are summed over all rows.
     early = not any(linear.master for linear in linears.values())
-    attends = [layer for layer in range(config.num_hidden_layers) if layer not in config.state_layers]
-    for layer in range(config.num_hidden_layers):
-        last = early and layer + 1 == config.num_hidden_layers
+    layers = range(config.num_hidden_layers)
+    cached = [layer for layer in layers if layer not in config.state_layers and not config.shares_cache(layer)]
+    for layer in layers:
+        # Layers after the last one with keys and values of its own, or a state, run over the wanted rows alone.
+        last = early and layer + config.num_kv_shared_layers + 1 == config.num_hidden_layers
         if layer in config.conv_layers:
             operations += conv_block(metadata, config, layer, config.conv_layers.index(layer), select=last)
         elif layer in config.delta_layers:
             operations += delta_block(metadata, config, layer, 2 * config.delta_layers.index(layer), select=last)
         else:
-            operations += attention_block(metadata, config, layer, context, cache=attends.index(layer), select=last)
+            cache = cached.index(config.cache_layer(layer))
+            operations += attention_block(metadata, config, layer, context, cache=cache, select=last)
         operations += mlp_block(metadata, config, layer)
+        if config.hidden_size_per_layer_input:
+            operations += row_block(metadata, config, layer)
+        if config.layer_scalars:
+            operations.append(ArrayScale(layer, "x", metadata.arrays[f"{layer_prefix(config, layer)}layer_scalar"]))
         if config.vision is not None and layer < len(config.vision.tap_layers):
             operations.append(InjectVectors(layer, "x", (1 + layer) * config.hidden_size, add=True))
     if not early:
@@ -67,15 +85,17 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     result, width = ("logits", config.vocab_size) if config.pooling is None else ("states", config.hidden_size)
     if config.pooling is None:
         operations += [norm(metadata, config, -1, "x", "norm", "normed"), Linear(-1, "normed", linears["head"], "logits")]
+        if config.final_logit_softcapping is not None:
+            operations.append(SoftCap(-1, "logits", config.final_logit_softcapping))
     else:
         operations.append(norm(metadata, config, -1, "x", "norm", "states"))
     # A text that is embedded has all its pages before it is read, and gives them back right after.
-    windows = [config.window(layer) or None if config.pooling is None else None for layer in attends]
+    windows = {layer: config.window(layer) or None if config.pooling is None else None for layer in cached}
     return Graph(
         buffers=buffer_widths(config) | {result: width},
         operations=tuple(operations),
         result=result,
-        cache=tuple(cache_of(config, window) for window in windows),
+        cache=tuple(cache_of(config, layer, window) for layer, window in windows.items()),
         states=layer_states(config) * len(config.state_layers),
     )
 
@@ -90,9 +110,10 @@ def layer_states(config: Stack) -> tuple[StateSpec, ...]:
     return (StateSpec("tail", (config.conv_taps - 1, config.hidden_size)),) if config.conv_layers else ()
 
 
-def cache_of(config: Stack, window: int | None = None) -> CacheSpec:
-    """What the cache holds of one of the stack's layers."""
-    return CacheSpec(config.num_key_value_heads, config.head_dim, config.head_dim, window)
+def cache_of(config: Stack, layer: int, window: int | None = None) -> CacheSpec:
+    """What the cache holds of a layer."""
+    shape = config.heads_of(layer)
+    return CacheSpec(shape.kv_heads, shape.head_dim, shape.head_dim, window)
 
 
 def buffer_widths(config: Stack) -> dict[str, int]:
@@ -100,13 +121,32 @@ def buffer_widths(config: Stack) -> dict[str, int]:
     return {
         "x": config.hidden_size,  # the residual stream
         "normed": config.hidden_size,
-        "qkv": config.query_size * (2 if config.attention_gate else 1) + 2 * config.kv_size,
-        "attended": config.query_size,
+        **{name: width for layer in range(config.num_hidden_layers) for name, width in head_widths(config, layer).items()},
         **({"conv_in": 3 * config.hidden_size, "convolved": config.hidden_size} if config.conv_layers else {}),
         **(delta_widths(config.delta_net) if config.delta_net else {}),
         **({"mlp_normed": config.hidden_size} if config.parallel_blocks == "two_norms" else {}),
         **(expert_widths(config) if config.num_experts else mlp_widths(config)),
+        **({"branch": config.hidden_size} if config.post_norms else {}),
+        **(row_widths(config) if config.hidden_size_per_layer_input else {}),
     }
+
+
+def row_widths(config: Stack) -> dict[str, int]:
+    size = config.hidden_size_per_layer_input
+    every = config.num_hidden_layers * size
+    return {"layer_rows": every, "row_context": every, "row_gate": size, "row_inner": size}
+
+
+def head_widths(config: Stack, layer: int) -> dict[str, int]:
+    """The buffers of the heads of a layer: queries, keys and values, and what attention gives.
+
+    What is read as a whole has no columns to spare, so layers of other shapes have buffers of their own.
+    """
+    shape, other = config.heads_of(layer), "" if config.heads_of(layer) == config.heads_of(0) else "global "
+    width = shape.query_size * (2 if config.attention_gate else 1)
+    if config.shares_cache(layer):
+        return {f"{other}queries": width, f"{other}attended": shape.query_size}
+    return {f"{other}qkv": width + 2 * shape.kv_size, f"{other}attended": shape.query_size}
 
 
 def delta_widths(net: DeltaNet) -> dict[str, int]:
@@ -127,9 +167,17 @@ def mlp_input(config: Stack, layer: int) -> str:
 
 
 def mlp_widths(config: Stack) -> dict[str, int]:
-    inner = config.intermediate_size
-    branch = {"branch": config.hidden_size} if config.post_norms else {}
-    return {"gate_up": inner * (2 if config.gated else 1), "inner": inner, **branch}
+    widths = dict[str, int]()
+    for layer in range(config.num_hidden_layers):
+        inner, (gate_up, activated) = config.mlp_size(layer), mlp_buffers(config, layer)
+        widths |= {gate_up: inner * (2 if config.gated else 1), activated: inner}
+    return widths
+
+
+def mlp_buffers(config: Stack, layer: int) -> tuple[str, str]:
+    """The buffers of the inner channels of the MLP, before the activation and after it."""
+    wide = "wide " if config.mlp_size(layer) != config.intermediate_size else ""
+    return f"{wide}gate_up", f"{wide}inner"
 
 
 def expert_widths(config: Stack) -> dict[str, int]:
@@ -146,8 +194,33 @@ def embedding(metadata: Metadata) -> Iterator[Operation]:
         yield Scale(-1, "x", config.embedding_multiplier, "x")
     if config.vision is not None:
         yield InjectVectors(-1, "x")
+    if config.hidden_size_per_layer_input:
+        yield from layer_rows(metadata)
     if config.rope.kind == "learned":
         yield PositionAdd(-1, "x", arrays["positions"])
+
+
+def layer_rows(metadata: Metadata) -> Iterator[Operation]:
+    """row_context = norm(row_context(x)) + table[token] sqrt(size / 2), side by side for all layers.
+
+    The gain has 1 / sqrt(2) in it.  What is normed is not divided by sqrt(hidden size): its epsilon is larger for it.
+    """
+    config, linears = metadata.config, metadata.linears
+    size, gain = config.hidden_size_per_layer_input, metadata.arrays["row_context_norm"]
+    yield Embed(-1, linears["layer_rows"], "layer_rows")
+    yield Linear(-1, "x", linears["row_context"], "row_context")
+    eps = config.rms_norm_eps * config.hidden_size
+    yield HeadNorm(-1, "row_context", 0, config.num_hidden_layers, size, gain, eps)
+    yield ScaleAdd(-1, "layer_rows", (size / 2) ** 0.5, "row_context")
+
+
+def row_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
+    """x += norm(row_out(act(row_gate(x)) * the layer's part of row_context))."""
+    linears, p, size = metadata.linears, layer_prefix(config, layer), config.hidden_size_per_layer_input
+    yield Linear(layer, "x", linears[f"{p}row_gate"], "row_gate")
+    yield Activate(layer, "row_gate", size, "row_inner", cast(Function, config.hidden_act), gated=False)
+    yield Gate(layer, "row_inner", "row_context", layer * size, size, sigmoid=False)
+    yield from residual(metadata, config, layer, "row_inner", f"{p}row_out", f"{p}row_norm")
 
 
 def norm(metadata: Metadata, config: Stack, layer: int, x: str, name: str, out: str) -> Operation:
@@ -168,47 +241,55 @@ def attention_block(
 
     Where blocks are parallel, what the MLP reads of x is kept beside it.
     """
-    arrays, p = metadata.arrays, layer_prefix(config, layer)
-    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    k, v = config.query_size, config.query_size + config.kv_size  # offsets in "qkv"
-    normed = config.norms_before(layer)
+    arrays, p, shape = metadata.arrays, layer_prefix(config, layer), config.heads_of(layer)
+    heads, kv_heads, head_dim = shape
+    k, v = shape.query_size, shape.query_size + shape.kv_size  # offsets in "qkv"
+    qkv, attended = head_widths(config, layer)
+    shared, normed = config.shares_cache(layer), config.norms_before(layer)
     if normed:
         yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
     if config.parallel_blocks == "two_norms":
         yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config, layer))
-    yield from projection(metadata, config, layer, "normed" if normed else "x", f"{p}qkv", "qkv")
+    yield from projection(metadata, config, layer, "normed" if normed else "x", f"{p}q" if shared else f"{p}qkv", qkv)
+    if config.value_norm and not shared:
+        values = k if config.keys_are_values(layer) else v
+        yield ValueNorm(layer, qkv, values, v, kv_heads, head_dim, config.rms_norm_eps)
     if config.qk_norm_kind != "rotated":
         yield from head_norms(metadata, config, layer)
+    places = ((0, heads),) if shared else ((0, heads), (k, kv_heads))
     rope = config.layer_rope(layer)
     if rope is not None:
         frequencies, axes = rotation(rope, head_dim, context)
-        yield RopeRotate(layer, "qkv", 0, heads, head_dim, frequencies, rope.attention_factor, axes)
-        yield RopeRotate(layer, "qkv", k, kv_heads, head_dim, frequencies, rope.attention_factor, axes)
+        for offset, count in places:
+            yield RopeRotate(layer, qkv, offset, count, head_dim, frequencies, rope.attention_factor, axes)
     if config.qk_norm_kind == "rotated":
         yield from head_norms(metadata, config, layer)
     if f"{p}key_rotation" in arrays:
         matrix = arrays[f"{p}key_rotation"], arrays[f"{p}key_rotation_scale"]
-        yield HeadRotate(layer, "qkv", 0, heads, head_dim, *matrix)
-        yield HeadRotate(layer, "qkv", k, kv_heads, head_dim, *matrix)
-    yield CacheWrite(layer, "qkv", k, v, kv_heads, head_dim, cache)
+        for offset, count in places:
+            yield HeadRotate(layer, qkv, offset, count, head_dim, *matrix)
+    if not shared:
+        yield CacheWrite(layer, qkv, k, v, kv_heads, head_dim, cache)
     if select:
-        yield Select(layer, ("x", "qkv", *((mlp_input(config, layer),) if config.parallel else ())))
-    scale, window = config.attention_scale, config.window(layer)
+        rows = ("row_context",) if config.hidden_size_per_layer_input else ()
+        yield Select(layer, ("x", qkv, *((mlp_input(config, layer),) if config.parallel else ()), *rows))
+    scale, window = config.attention_scale(layer), config.window(layer)
     sinks = arrays.get(f"{p}sinks")
-    yield Attention(layer, "qkv", 0, "attended", heads, kv_heads, head_dim, scale, window, cache, span, sinks)
+    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks)
     if config.attention_gate:
-        yield Gate(layer, "attended", "qkv", v + config.kv_size, config.query_size)
-    yield from residual(metadata, config, layer, "attended", f"{p}o", f"{p}post_attention_norm")
+        yield Gate(layer, attended, qkv, v + shape.kv_size, shape.query_size)
+    yield from residual(metadata, config, layer, attended, f"{p}o", f"{p}post_attention_norm")
 
 
 def head_norms(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
-    """The norms of queries and keys, each over a head or over all heads, where there are some."""
+    """The norms of queries and of the layer's own keys, each over a head or over all heads, where there are some."""
     if config.qk_norm:
-        p, sides = layer_prefix(config, layer), ("q", "k")
-        widths, begins = (config.query_size, config.kv_size), (0, config.query_size)
-        for side, begin, width, size in zip(sides, begins, widths, config.qk_norm_sizes, strict=True):
+        p, shape, (qkv, _) = layer_prefix(config, layer), config.heads_of(layer), head_widths(config, layer)
+        sides = ("q",) if config.shares_cache(layer) else ("q", "k")
+        widths, begins = (shape.query_size, shape.kv_size), (0, shape.query_size)
+        for side, begin, width, size in zip(sides, begins, widths, config.qk_norm_sizes(layer), strict=False):
             gain = metadata.arrays[f"{p}{side}_norm"]
-            yield HeadNorm(layer, "qkv", begin, width // size, size, gain, config.rms_norm_eps)
+            yield HeadNorm(layer, qkv, begin, width // size, size, gain, config.rms_norm_eps)
 
 
 def conv_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
@@ -256,16 +337,17 @@ def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operati
     if config.num_experts:
         yield from experts(metadata, config, layer)
         return
+    gate_up, inner = mlp_buffers(config, layer)
     if config.gated:
-        yield from projection(metadata, config, layer, x, f"{p}gate_up", "gate_up")
+        yield from projection(metadata, config, layer, x, f"{p}gate_up", gate_up)
     else:
-        yield Linear(layer, x, metadata.linears[f"{p}up"], "gate_up")
-    yield activation(config, layer, config.intermediate_size)
-    yield from residual(metadata, config, layer, "inner", f"{p}down", f"{p}post_mlp_norm")
+        yield Linear(layer, x, metadata.linears[f"{p}up"], gate_up)
+    yield activation(config, layer, config.mlp_size(layer), gate_up, inner)
+    yield from residual(metadata, config, layer, inner, f"{p}down", f"{p}post_mlp_norm")
 
 
-def activation(config: Stack, layer: int, width: int) -> Operation:
-    return Activate(layer, "gate_up", width, "inner", cast(Function, config.hidden_act), config.gated)
+def activation(config: Stack, layer: int, width: int, x: str = "gate_up", out: str = "inner") -> Operation:
+    return Activate(layer, x, width, out, cast(Function, config.hidden_act), config.gated)
 
 
 def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:

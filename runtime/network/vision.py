@@ -56,7 +56,7 @@ def tower(metadata: Metadata) -> Graph:
         },
         operations=tuple(operations),
         result="features",
-        cache=(cache_of(config),),
+        cache=(cache_of(config, 0),),
     )
 
 

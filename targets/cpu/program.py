@@ -96,6 +96,7 @@ class CpuProgram(HostStates):
         self._selected_vectors, selected_vectors = self._memory.array(logits, np.int64)
         self._modality, modality = self._memory.array(rows, np.uint8)
         self._selected_modality, selected_modality = self._memory.array(logits, np.uint8)
+        self._selected_positions, selected_positions = self._memory.array((axes, logits), np.int32)
         self._counted, counted = self._memory.array(rows, np.int32)
         self._sums, sums = self._memory.array(1, np.int64)
         arrays = RowArrays(
@@ -103,6 +104,7 @@ class CpuProgram(HostStates):
             spans=spans, vectors=vectors, selection=selection, selected_slots=selected_slots,
             selected_page_tables=selected_page_tables, selected_spans=selected_spans, selected_vectors=selected_vectors,
             counted=counted, sums=sums, modality=modality, selected_modality=selected_modality,
+            selected_positions=selected_positions,
             **(self._state_arrays(rows) if graph.states else {}),
         )  # fmt: skip
         self._context = partial(
@@ -260,6 +262,7 @@ class CpuProgram(HostStates):
         taken = self._place_states(rows) if self.snapshot_pages else None
         self._selection[: len(rows.wanted)] = rows.wanted
         self._selected_slots[:selected] = rows.slots[first]
+        self._selected_positions[:, :selected] = self._positions[:, first]
         self._selected_page_tables[:, :selected] = self._page_tables[:, first]
         table, threads = (made.decode, self.threads) if count == 1 else (made.prefill, self.threads_prefill)
         pieces = pieces or max(1, min(FEW_PIECES, count // MIN_ROWS), count // MAX_ROWS)

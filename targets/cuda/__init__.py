@@ -53,6 +53,8 @@ class CudaTarget:
             return f"{gpus.first.name}: it does not have layers with a state yet"
         if file.metadata.config.attention_sinks or file.metadata.config.swiglu_limit is not None:
             return f"{gpus.first.name}: it does not have attention with sinks and experts with a clamped SwiGLU yet"
+        if file.metadata.config.value_norm:
+            return f"{gpus.first.name}: it does not have layers whose heads differ, with norms of values, yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()

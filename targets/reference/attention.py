@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.format.records import KvCodec
+from edgeq.targets.family_operations import ValueNorm
 from edgeq.targets.graph import Attention, CacheWrite, Graph, HeadNorm, HeadRotate, RopeRotate
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.layers import normalized
@@ -118,6 +119,11 @@ def head_rotate(context: RunContext, op: HeadRotate, rows: Rows, state: State) -
 def head_norm(context: RunContext, op: HeadNorm, rows: Rows, state: State) -> None:
     x = heads_of(state[op.x], op.offset, op.heads, op.head_dim)
     x[:] = normalized(x.copy(), context.array(op.gain), op.eps)
+
+
+def value_norm(context: RunContext, op: ValueNorm, rows: Rows, state: State) -> None:
+    normed = normalized(heads_of(state[op.x], op.offset, op.heads, op.head_dim), np.ones(op.head_dim, np.float32), op.eps)
+    heads_of(state[op.x], op.out, op.heads, op.head_dim)[:] = normed
 
 
 def rope_rotate(context: RunContext, op: RopeRotate, rows: Rows, state: State) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.targets.family_operations import ArrayScale, Gate, GatedNorm, ScaleAdd, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -27,7 +28,6 @@ from edgeq.targets.graph import (
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.linear import linear
 from edgeq.targets.rows import Rows
-from edgeq.targets.state_operations import Gate, GatedNorm
 
 ArrayF32 = NDArray[np.float32]
 
@@ -143,7 +143,8 @@ def gated_add(context: RunContext, op: GatedAdd, rows: Rows, state: State) -> No
 
 
 def gate(context: RunContext, op: Gate, rows: Rows, state: State) -> None:
-    state[op.x][:, : op.width] *= _sigmoid(state[op.gate][:, op.offset : op.offset + op.width])
+    by = state[op.gate][:, op.offset : op.offset + op.width]
+    state[op.x][:, : op.width] *= _sigmoid(by) if op.sigmoid else by
 
 
 def gated_norm(context: RunContext, op: GatedNorm, rows: Rows, state: State) -> None:
@@ -151,6 +152,18 @@ def gated_norm(context: RunContext, op: GatedNorm, rows: Rows, state: State) -> 
     heads = state[op.x][:, :width].reshape(len(rows), op.heads, op.head_dim)
     normed = normalized(heads, context.array(op.gain), op.eps).reshape(len(rows), width)
     context.out(state, op.out, len(rows))[:, :width] = normed * silu(state[op.gate][:, op.offset : op.offset + width])
+
+
+def array_scale(context: RunContext, op: ArrayScale, rows: Rows, state: State) -> None:
+    state[op.x] *= context.array(op.factor)
+
+
+def scale_add(context: RunContext, op: ScaleAdd, rows: Rows, state: State) -> None:
+    state[op.out] += state[op.x] * np.float32(op.factor)
+
+
+def soft_cap(context: RunContext, op: SoftCap, rows: Rows, state: State) -> None:
+    state[op.x] = np.float32(op.cap) * np.tanh(state[op.x] / np.float32(op.cap))
 
 
 def embed(context: RunContext, op: Embed, rows: Rows, state: State) -> None:

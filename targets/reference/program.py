@@ -16,6 +16,17 @@ from numpy.typing import NDArray
 
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    DeltaRule,
+    Gate,
+    GatedNorm,
+    ScaleAdd,
+    ShortConv,
+    SiluConv,
+    SoftCap,
+    ValueNorm,
+)
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -46,7 +57,6 @@ from edgeq.targets.reference.linear import linear
 from edgeq.targets.reference.requantize import ReferenceWeights
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, shared_inputs
 from edgeq.targets.rows import Page, Rows, StateRows, parts_of
-from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv
 from edgeq.targets.states import snapshot_pages
 from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RecordsRuns, Step, in_turn
@@ -186,4 +196,8 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     ShortConv: states.short_conv,
     SiluConv: states.silu_conv,
     DeltaRule: states.delta_rule,
+    ValueNorm: attention.value_norm,
+    ArrayScale: layers.array_scale,
+    ScaleAdd: layers.scale_add,
+    SoftCap: layers.soft_cap,
 }

@@ -79,6 +79,21 @@ DELTA_NET = DeltaNet(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_d
 DELTA = replace(PLAIN, delta_net=DELTA_NET, attention_gate=True)
 OLMO_HYBRID = replace(OLMO, delta_net=replace(DELTA_NET, allow_neg_eigval=True, norm_eps=1e-5))
 GPT_OSS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, attention_sinks=True, swiglu_limit=7.0, swiglu_alpha=1.5)
+GEMMA_4 = replace(
+    GEMMA,
+    global_head_dim=32,
+    num_global_key_value_heads=1,
+    attention_k_eq_v=True,
+    value_norm=True,
+    num_kv_shared_layers=1,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=8,
+    layer_scalars=True,
+    final_logit_softcapping=4.0,
+    rope=Rope(1e6, "proportional", partial_rotary_factor=0.25),
+    num_hidden_layers=3,
+    sliding_windows=(8, 0, 8),
+)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -93,6 +108,7 @@ WRITTEN = [
     OLMO,
     OLMO_HYBRID,
     GPT_OSS,
+    GEMMA_4,
     COHERE,
     OPT,
     EXPERTS,
@@ -260,6 +276,28 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a limit of nothing": ({"swiglu_limit": 0, "num_experts": 2, "num_experts_per_tok": 1}, FormatError, "swiglu_limit is 0"),
     "an alpha of nothing": ({"swiglu_alpha": -1}, FormatError, "swiglu_alpha is -1"),
     "a limit without experts": ({"swiglu_limit": 7.0}, UnsupportedError, "swiglu_limit without experts"),
+    "more shared layers than there are": ({"num_kv_shared_layers": 2}, FormatError, "num_kv_shared_layers is 2"),
+    "keys of the other kind": (
+        {"num_kv_shared_layers": 1, "value_norm": True, "sliding_windows": [8, 0]},
+        FormatError,
+        "layer 1 has a window of 0, and none of the first 1 layers",
+    ),
+    "keys of a wider window": (
+        {"num_kv_shared_layers": 1, "value_norm": True, "sliding_windows": [9, 8]},
+        FormatError,
+        "layer 1 has a window of 8",
+    ),
+    "values that are keys": ({"attention_k_eq_v": True}, UnsupportedError, "without value_norm"),
+    "wide layers of nothing": ({"use_double_wide_mlp": True}, FormatError, "use_double_wide_mlp without num_kv_shared"),
+    "heads that are odd": ({"global_head_dim": 17, "value_norm": True}, FormatError, "head_dim is 17"),
+    "heads that do not divide": ({"num_global_key_value_heads": 3, "value_norm": True}, FormatError, "3 key/value heads"),
+    "shared keys beside a gate": (
+        {"num_kv_shared_layers": 1, "value_norm": True, "attention_gate": True},
+        UnsupportedError,
+        "beside parallel_blocks, conv_layers, delta_net, attention_gate",
+    ),
+    "rows of a size that is none": ({"hidden_size_per_layer_input": -1}, FormatError, "hidden_size_per_layer_input is -1"),
+    "a cap of nothing": ({"final_logit_softcapping": 0}, FormatError, "final_logit_softcapping is 0"),
     "half a delta net": ({"delta_net": {"layers": [0]}}, FormatError, "delta_net lacks key_dim, key_heads"),
     "a newer delta net": ({"delta_net": NET | {"channels": 1}}, UnsupportedError, "delta_net has unknown keys channels"),
     "a delta net beside convolutions": (

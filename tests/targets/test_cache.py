@@ -342,6 +342,26 @@ def test_a_rotation_of_heads_gives_the_bits_of_the_reference(dim):
     assert (error <= reach * np.abs(arrays.array(matrix) / 127).sum(axis=0).max()).all()
 
 
+@pytest.mark.parametrize("kv", [F16, INT8], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("window", [0, 30])
+def test_wanted_rows_alone_read_keys_of_an_earlier_layer(kv, window):
+    """Behind the selection their queries are normed and turned by positions of their own, and read a cache of another layer."""
+    shape, arrays, positions, rng = Heads(window=window), Arrays(), 90, np.random.default_rng(0)
+    x, gain = shape.numbers(positions), arrays.add(rng.uniform(0.5, 2, shape.dim).astype(np.float32), "f32")
+    first = shape.graph(arrays, x, shape.turns())
+    embed, *turns, write, attention, _, linear = first.operations
+    own = [HeadNorm(2, "x", 0, shape.heads, shape.dim, gain, 1e-5), replace(shape.turns()[0], layer=2)]
+    behind = (*own, replace(attention, layer=2), linear)
+    graph = replace(first, operations=(embed, turns[1], write, Select(-1, ("x",)), *behind))
+    before = replace(first, operations=(embed, turns[1], write, *behind[:-1], Select(-1, ("a",)), linear))
+    oracle = run("reference", before, arrays, positions, kv)
+    assert np.array_equal(run("reference", graph, arrays, positions, kv), oracle)
+    y = run("cpu", graph, arrays, positions, kv)
+    assert np.abs(y - oracle).max() < (2e-3 if kv == F16 else 0.05) * np.abs(oracle).max()
+    assert np.array_equal(run("cpu", graph, arrays, positions, kv, [7, 1, 64, 18]), y)
+    assert np.array_equal(run("cpu", before, arrays, positions, kv), y)
+
+
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
 @pytest.mark.parametrize("window", [0, 30])

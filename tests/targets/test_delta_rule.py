@@ -13,8 +13,8 @@ from state_cases import LENGTH, plain, results
 
 from edgeq.network.delta_net import UNIT_EPS
 from edgeq.targets.cpu.lowering import states
+from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, delta_state
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Operation, Select
-from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, delta_state
 from edgeq.targets.states import LOG
 
 Array = NDArray[np.float64]

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, SoftCap, ValueNorm
 from edgeq.targets.graph import Activate, Attention, CacheWrite, LayerNorm, NormAdd, PositionAdd, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
@@ -111,6 +112,58 @@ def test_a_clamped_swiglu_limits_gates_above_and_ups_on_both_sides(width):
     graph = shown(arrays, x, [Activate(0, "x", width, "s", clamp=(alpha, limit))], "s", {"s": width, "_dim": 2})
     for found in both(graph, arrays, 5):
         assert np.isnan(found).all(axis=1).tolist() == np.isnan(found).any(axis=1).tolist() == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("dim", [16, 18, 40])
+@pytest.mark.parametrize("apart", [False, True], ids=["in place", "beside"])
+def test_values_are_normed_without_a_gain(dim, apart):
+    """Beside: what they are made of stays, as keys do."""
+    rng, arrays, heads = np.random.default_rng(dim), Arrays(), 3
+    x = rng.standard_normal((ROWS, 2 * heads * dim)) * 10
+    begin = heads * dim if apart else 0
+    operations = [ValueNorm(0, "x", 0, begin, heads, dim, 1e-2)]
+    oracle, y = both(shown(arrays, x, operations, "x", {"x": x.shape[1], "_dim": 2}), arrays, ROWS, [2, 3])
+    wanted = x.astype(np.float32).reshape(ROWS, 2 * heads, dim).astype(np.float64)
+    normed = wanted[:, :heads] / np.sqrt((wanted[:, :heads] ** 2).mean(2, keepdims=True) + 1e-2)
+    wanted[:, begin // dim : begin // dim + heads] = normed
+    for found in (oracle, y):
+        assert np.abs(found - wanted.reshape(ROWS, -1)).max() < 1e-5
+
+
+@pytest.mark.parametrize("width", [16, 40, 500])
+def test_a_cap_limits_what_is_far_beyond_it_and_leaves_what_is_small(width):
+    x = np.random.default_rng(width).standard_normal((ROWS, width)) * 3
+    x[0, :6] = -1e30, 1e30, -1e4, 1e4, 1e-3, 0
+    arrays, cap = Arrays(), 4.0
+    graph = shown(arrays, x, [SoftCap(0, "x", cap)], "x", {"x": width, "_dim": 2})
+    for found in both(graph, arrays, ROWS, [2, 3]):
+        assert np.abs(found - cap * np.tanh(x / cap)).max() < 2e-6
+        assert found[0, :4].tolist() == [-cap, cap, -cap, cap] and found[0, 5] == 0
+    x[1, 3] = np.nan
+    arrays = Arrays()
+    graph = shown(arrays, x, [SoftCap(0, "x", cap)], "x", {"x": width, "_dim": 2})
+    for found in both(graph, arrays, ROWS):
+        # What shows the buffer multiplies it by a matrix.
+        assert np.isnan(found).all(axis=1).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("width", [16, 40])
+def test_factors_of_a_stream_sums_and_plain_gates(width):
+    rng, arrays = np.random.default_rng(width), Arrays()
+    x = rng.standard_normal((ROWS, width))
+    factor, f = stored(arrays, rng.standard_normal(1), "bf16")
+    operations = [
+        Scale(0, "x", 2.0, "y"),
+        ArrayScale(0, "x", factor),
+        ScaleAdd(0, "y", -0.7, "x"),
+        Gate(0, "x", "y", 3, width - 3, sigmoid=False),
+    ]
+    oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "y": width, "_dim": 2}), arrays, ROWS, [2, 3])
+    x = x.astype(np.float32)
+    wanted = x * f - np.float32(1.4) * x
+    wanted[:, : width - 3] *= 2 * x[:, 3:]
+    for found in (oracle, y):
+        assert np.abs(found - wanted).max() < 1e-5
 
 
 @pytest.mark.parametrize("kv", ["f16", "int8"])

@@ -7,8 +7,8 @@ import pytest
 from cases import ISAS, Arrays
 from state_cases import LENGTH, results
 
+from edgeq.targets.family_operations import ShortConv, SiluConv
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Select
-from edgeq.targets.state_operations import ShortConv, SiluConv
 from edgeq.targets.states import LOG, StateSpec
 
 

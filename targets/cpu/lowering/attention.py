@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.kernels.attention import attention, attention_bf16, bf16_panel, bf16_vectors, kv_layout, rope_kv_write
 from edgeq.targets.cpu.kernels.rows import elementwise, norms
 from edgeq.targets.cpu.lowering.context import Context
-from edgeq.targets.cpu.lowering.fuse import Fusion, wider_than_a_head
+from edgeq.targets.cpu.lowering.fuse import Fusion, HeadChange, wider_than_a_head
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, kernel
+from edgeq.targets.family_operations import ValueNorm
 
 FINER = 4
 """Times as many work items for attention over many rows: they share nothing, and after a long context one takes
@@ -30,6 +32,15 @@ def head_change(context: Context, o: op.HeadNorm | op.HeadRotate) -> None:
         context.emit(kernel(norms.head_norm), args)
 
 
+def value_norm(context: Context, o: ValueNorm) -> None:
+    x, stride = context.place(o.x)
+    args = norms.ValueNormArgs(
+        x=x + 4 * o.offset, x_stride=stride, heads=o.heads, head_dim=o.head_dim, out=x + 4 * o.out, epsilon=o.eps
+    )
+    context.emit(kernel(norms.value_norm), args, parts=context.options.threads)
+    context.invalidate(o.x)
+
+
 def rope_rotate(context: Context, o: op.RopeRotate) -> None:
     """Deferred but for the angles, which all layers with the same frequencies share."""
     _angles(context, o)
@@ -44,16 +55,17 @@ def _angles(context: Context, o: op.RopeRotate) -> dict[str, int]:
         values[:] = o.frequencies
         axes = memory.copied(np.array(o.axes, np.int32)) if o.axes else 0
         stride = 4 * padded(pairs)
-        cosines, sines = (memory.reserve(context.options.max_rows * stride) for _ in range(2))
+        cosines, sines = (memory.reserve(context.max_rows * stride) for _ in range(2))
         args = elementwise.AnglesArgs(
-            positions=context.arrays.positions, axis_stride=4 * context.options.max_rows, axes=axes,
+            positions=context.positions, axis_stride=4 * context.max_rows, axes=axes,
             frequencies=stored, pairs=pairs,
             cosines=cosines, sines=sines, stride=stride, factor=o.factor,
         )  # fmt: skip
         context.emit(kernel(elementwise.angles), args)
         return {"cosines": cosines, "sines": sines, "angles_stride": stride, "rope_pairs": pairs}
 
-    return context.once(("angles", o.frequencies, o.factor, o.axes), compute)
+    # Rows that were selected have angles of their own.
+    return context.once(("angles", context.positions, o.frequencies, o.factor, o.axes), compute)
 
 
 def cache_write(context: Context, o: op.CacheWrite, fusion: Fusion) -> None:
@@ -61,21 +73,32 @@ def cache_write(context: Context, o: op.CacheWrite, fusion: Fusion) -> None:
     changes = fusion.heads
     # Queries that nothing changes are left alone.
     heads, q_offset = next(((c.heads, c.offset) for c in changes if c.offset != o.k_offset), (0, 0))
-    of_heads = {change.offset: change for change in changes if isinstance(change, op.HeadNorm)}
-    gains = {offset: context.memory.floats(change.gain) for offset, change in of_heads.items()}
-    rope = next((change for change in changes if isinstance(change, op.RopeRotate)), None)
-    rotation = next((change for change in changes if isinstance(change, op.HeadRotate)), None)
+    gains = _gains(context, changes)
     args = rope_kv_write.RopeKvWriteArgs(
-        **_cache_args(context, o, heads), q_offset=4 * q_offset, k_offset=4 * o.k_offset, v_offset=4 * o.v_offset,
-        **(_angles(context, rope) if rope else {}), **_rotation_args(context, rotation),
+        **_cache_args(context, o, heads), **_change_args(context, changes),
+        q_offset=4 * q_offset, k_offset=4 * o.k_offset, v_offset=4 * o.v_offset,
         q_gain=gains.get(q_offset, 0), k_gain=gains.get(o.k_offset, 0),
-        epsilon=next((change.eps for change in of_heads.values()), 0.0),
-        rope_first=int(bool(of_heads) and isinstance(changes[0], op.RopeRotate)),
     )  # fmt: skip
     kv = context.options.kv
     function = kernel(rope_kv_write.rope_kv_write, kv_layout.KV_CODES[kv.kind], (1 << kv.bits) - 1)
     context.emit(function, args, parts=context.options.threads)
     context.invalidate(o.x)
+
+
+def _gains(context: Context, changes: Sequence[HeadChange]) -> dict[int, int]:
+    """Where heads begin in a row -> the address of the gain of their norm."""
+    return {change.offset: context.memory.floats(change.gain) for change in changes if isinstance(change, op.HeadNorm)}
+
+
+def _change_args(context: Context, changes: Sequence[HeadChange]) -> dict[str, Any]:
+    """The arguments that say how heads change: norms, rotary positions, and a matrix that rotates them."""
+    norm = next((change for change in changes if isinstance(change, op.HeadNorm)), None)
+    rope = next((change for change in changes if isinstance(change, op.RopeRotate)), None)
+    rotation = next((change for change in changes if isinstance(change, op.HeadRotate)), None)
+    return {
+        **(_angles(context, rope) if rope else {}), **_rotation_args(context, rotation),
+        "epsilon": norm.eps if norm else 0.0, "rope_first": int(bool(norm) and isinstance(changes[0], op.RopeRotate)),
+    }  # fmt: skip
 
 
 def _rotation_args(context: Context, o: op.HeadRotate | None) -> dict[str, Any]:
@@ -98,8 +121,18 @@ def _cache_args(context: Context, o: op.CacheWrite | op.Attention, heads: int) -
     }  # fmt: skip
 
 
-def attend(context: Context, o: op.Attention) -> None:
+def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
+    """Queries of a layer that reads the keys of another are changed by a pass of their own before."""
     kv, (out, stride) = context.options.kv, context.place(o.out)
+    if fusion.heads:
+        (gain,) = _gains(context, fusion.heads).values() or (0,)
+        x, x_stride = context.place(o.x)
+        queries = rope_kv_write.ChangeHeadsArgs(
+            x=x + 4 * o.q_offset, x_stride=x_stride, heads=o.heads, head_dim=o.head_dim, padded_dim=padded(o.head_dim),
+            **_change_args(context, fusion.heads), gain=gain,
+        )  # fmt: skip
+        context.emit(kernel(rope_kv_write.change_heads), queries, parts=context.options.threads)
+        context.invalidate(o.x)
     code = kv_layout.KV_CODES[kv.kind]
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
     tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2

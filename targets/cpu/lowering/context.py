@@ -54,6 +54,7 @@ class RowArrays:
     selected_vectors: int
     modality: int
     selected_modality: int
+    selected_positions: int
     counted: int
     sums: int
     state_sessions: int = 0
@@ -140,7 +141,7 @@ class Context:
         self.expert_stages: list[ExpertStage] = []
         self._origin: op.Operation | None = None
         self._rows, self._max_rows = arrays.rows, options.max_rows
-        self._slots, self._page_tables = arrays.slots, arrays.page_tables
+        self._slots, self._page_tables, self._positions = arrays.slots, arrays.page_tables, arrays.positions
         self._spans, self._vectors, self._modality = arrays.spans, arrays.vectors, arrays.modality
         self._strides = {name: row_stride(width) for name, width in graph.buffers.items()}
         self._places = self._placed()
@@ -179,6 +180,11 @@ class Context:
     def slots(self) -> int:
         """Address of the cache slots of the rows at this point of the list."""
         return self._slots
+
+    @property
+    def positions(self) -> int:
+        """Address of the positions of the rows at this point of the list, int32 [axes, max_rows]."""
+        return self._positions
 
     def page_tables(self, windowed: bool) -> int:
         """Address of the addresses of the page tables of the rows, for layers without a window or with one."""
@@ -287,7 +293,7 @@ class Context:
         self._rows, self._max_rows = self.arrays.selected, self.options.max_logits
         self._slots, self._page_tables = self.arrays.selected_slots, self.arrays.selected_page_tables
         self._spans, self._vectors = self.arrays.selected_spans, self.arrays.selected_vectors
-        self._modality = self.arrays.selected_modality
+        self._modality, self._positions = self.arrays.selected_modality, self.arrays.selected_positions
         for name in buffers:
             self._addresses[name] = self._places[Buffer(name, True)]
             self.invalidate(name)

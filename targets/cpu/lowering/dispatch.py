@@ -17,7 +17,17 @@ from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.lowering.fuse import Fusion, fuse
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, Tables, Variant
 from edgeq.targets.cpu.threads.threadpool import entries
-from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    DeltaRule,
+    Gate,
+    GatedNorm,
+    ScaleAdd,
+    ShortConv,
+    SiluConv,
+    SoftCap,
+    ValueNorm,
+)
 from edgeq.targets.target import OnProgress
 from edgeq.targets.times import Step
 
@@ -84,6 +94,7 @@ _FUSED: dict[type[op.Operation], Callable[[Context, Any, Fusion], None]] = {
     op.Activate: layers.activation,
     op.Linear: linear.linear,
     op.CacheWrite: attention.cache_write,
+    op.Attention: attention.attend,
 }
 _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     op.Embed: layers.embed,
@@ -93,7 +104,6 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     op.HeadNorm: attention.head_change,
     op.HeadRotate: attention.head_change,
     op.RopeRotate: attention.rope_rotate,
-    op.Attention: attention.attend,
     op.Route: experts.route,
     op.Experts: _experts,
     op.GatedAdd: experts.gated_add,
@@ -104,4 +114,8 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     DeltaRule: states.delta_rule,
     GatedNorm: states.gated_norm,
     Gate: states.gate,
+    ValueNorm: attention.value_norm,
+    ArrayScale: layers.array_scale,
+    ScaleAdd: layers.scale,
+    SoftCap: layers.soft_cap,
 }

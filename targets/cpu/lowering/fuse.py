@@ -4,7 +4,8 @@ quantization    the operation that makes a layer's input also writes it quantize
                 those never leave the cache
 SwiGLU          into the product of gate and up
 activation      into the transform of the layer that reads it
-heads           norms of a head, rotary positions and the rotation of heads into the write of keys and values
+heads           norms of a head, rotary positions and the rotation of heads into the write of keys and values, or, of a layer
+                that reads those of another, into one pass over its queries
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Fusion:
     swiglu       Linear: in runs of several rows the product does the SwiGLU after it
     activation   Linear: in runs of several rows the transform of its input does this first
     elsewhere    activation: in runs of several rows the product before it or the transform after it does it
-    heads        CacheWrite: what changes the heads before
+    heads        CacheWrite, or the Attention of a layer without one: what changes the heads before
     """
 
     layout: Layout | None = None
@@ -69,7 +70,7 @@ def fuse(context: Context) -> list[Fusion]:
                 raise UnsupportedError(
                     f"layer {o.layer}: a norm over several heads after a change of each head; supported: before it"
                 )
-        elif isinstance(o, op.CacheWrite):
+        elif isinstance(o, (op.CacheWrite, op.Attention)):
             fusion = Fusion(heads=tuple(heads))
             heads.clear()
         fusions.append(fusion)
@@ -77,9 +78,9 @@ def fuse(context: Context) -> list[Fusion]:
 
 
 def wider_than_a_head(context: Context, o: op.HeadNorm) -> bool:
-    """Whether a norm is over several heads of the cache, so that it has to be done before each is changed by itself."""
-    size = next(each.head_dim for each in context.graph.operations if isinstance(each, op.CacheWrite) and each.layer == o.layer)
-    return o.head_dim != size
+    """Whether a norm is over several heads of the layer, or of none, so that no pass over heads can do it."""
+    attention = (each for each in context.graph.operations if isinstance(each, op.Attention) and each.layer == o.layer)
+    return all(each.head_dim != o.head_dim for each in attention)
 
 
 def _is_swiglu(o: op.Operation) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgeq.format.codec import as_float32
 from edgeq.format.records import ArrayRef
 from edgeq.targets import graph as op
 from edgeq.targets.cpu.kernels.args import FLOAT_KINDS, NOT_QUANTIZED, QuantizedArgs
@@ -11,6 +12,7 @@ from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
+from edgeq.targets.family_operations import ArrayScale, ScaleAdd, SoftCap
 
 
 def embed(context: Context, o: op.Embed) -> None:
@@ -95,11 +97,26 @@ def norm_add(context: Context, o: op.NormAdd) -> None:
     context.invalidate(o.out)
 
 
-def scale(context: Context, o: op.Scale) -> None:
+def scale(context: Context, o: op.Scale | ScaleAdd) -> None:
     (x, stride), (out, out_stride) = context.place(o.x), context.place(o.out)
     args = norms.ScaleArgs(x=x, x_stride=stride, width=context.width(o.x), factor=o.factor, out=out, out_stride=out_stride)
-    context.emit(kernel(norms.scale), args)
+    context.emit(kernel(norms.scale_add if isinstance(o, ScaleAdd) else norms.scale), args)
     context.invalidate(o.out)
+
+
+def array_scale(context: Context, o: ArrayScale) -> None:
+    (factor,) = as_float32(context.file.array(o.factor), o.factor.dtype).tolist()
+    x, stride = context.place(o.x)
+    args = norms.ScaleArgs(x=x, x_stride=stride, width=context.width(o.x), factor=factor, out=x, out_stride=stride)
+    context.emit(kernel(norms.scale), args)
+    context.invalidate(o.x)
+
+
+def soft_cap(context: Context, o: SoftCap) -> None:
+    (x, stride), width = context.place(o.x), context.width(o.x)
+    args = norms.SoftCapArgs(x=x, x_stride=stride, width=width, cap=o.cap)
+    context.emit(kernel(norms.soft_cap, context.max_tile), args, parts=channel_parts(width))
+    context.invalidate(o.x)
 
 
 def position_add(context: Context, o: op.PositionAdd) -> None:

@@ -13,8 +13,8 @@ from edgeq.targets.cpu.kernels.rows import norms
 from edgeq.targets.cpu.kernels.rows import short_conv as kernels
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
+from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, padded_head
 from edgeq.targets.host_states import padded_width
-from edgeq.targets.state_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, padded_head
 
 
 def short_conv(context: Context, o: ShortConv | SiluConv) -> None:
@@ -67,5 +67,5 @@ def gated_norm(context: Context, o: GatedNorm) -> None:
 def gate(context: Context, o: Gate) -> None:
     (x, x_stride), (gates, gate_stride) = context.place(o.x), context.place(o.gate)
     args = norms.GateArgs(x=x, x_stride=x_stride, gate=gates + 4 * o.offset, gate_stride=gate_stride, width=o.width)
-    context.emit(kernel(norms.gate), args)
+    context.emit(kernel(norms.gate, int(o.sigmoid)), args)
     context.invalidate(o.x)

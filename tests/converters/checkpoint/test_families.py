@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from edgeq.converters.budget.budget import Budget
 from edgeq.converters.calibration import logits
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.logits import Network
@@ -41,6 +42,7 @@ FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite",
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
 FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "gpt_oss")
+FAMILIES += ("gemma4", "gemma4_keys")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -96,7 +98,7 @@ def test_gemma3_reads_the_rope_of_its_old_configurations() -> None:
     assert (config.layer_rope(2).theta, config.layer_rope(2).factor) == (5e5, 8.0)
     assert (config.layer_rope(1).theta, config.layer_rope(1).kind) == (777.0, "default")
     assert config.embedding_multiplier == math.sqrt(32) and config.hidden_act == "gelu_pytorch_tanh"
-    assert config.head_dim == 256 and config.attention_scale == 256**-0.5
+    assert config.head_dim == 256 and config.attention_scale(0) == 256**-0.5
     assert ModelConfig.from_json(config.to_json()) == config
 
 
@@ -293,6 +295,91 @@ def test_gpt_oss_reads_its_windows_and_limits() -> None:
     assert not any(mapping.absorber.endswith("up") for mapping in family.awq_mappings(0))
 
 
+GEMMA_4_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+
+
+def test_gemma4_reads_its_two_kinds_of_layers() -> None:
+    plain = config_of("Gemma4ForCausalLM", vocab_size_per_layer_input=64)
+    assert plain.sliding_windows == (512,) * 5 + (0, 512, 0) and plain.attention_scale(0) == 1 and plain.value_norm
+    assert plain.heads_of(0) == (4, 4, 256) and plain.heads_of(5) == (4, 4, 512) and not plain.keys_are_values(5)
+    assert (plain.rope.kind, plain.rope.theta, plain.rope.partial_rotary_factor) == ("proportional", 1e6, 0.25)
+    assert (plain.local_rope.kind, plain.local_rope.theta) == ("default", 1e4)
+    assert plain.embedding_multiplier == math.sqrt(32) and plain.hidden_size_per_layer_input == 256 and plain.layer_scalars
+    assert plain.final_logit_softcapping is None and ModelConfig.from_json(plain.to_json()) == plain
+    keys = config_of("Gemma4ForCausalLM", **GEMMA_4_KEYS)
+    assert keys.heads_of(5) == (4, 1, 512) and keys.keys_are_values(5) and not keys.keys_are_values(0)
+    # As transformers writes what it has read.
+    layers = {str(i): {"head_dim": 512, "num_key_value_heads": 1} for i in (5, 7)}
+    assert config_of("Gemma4ForCausalLM", **GEMMA_4_KEYS, per_layer_config=layers) == keys
+    # Other heads are for keys that are values.
+    assert config_of("Gemma4ForCausalLM", **GEMMA_4_KEYS | {"attention_k_eq_v": False}).heads_of(5) == (4, 4, 512)
+
+
+def test_gemma4_shares_the_keys_of_the_last_layer_of_each_kind() -> None:
+    types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"] * 2
+    shared = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 64}
+    family, config = recognise({"architectures": ["Gemma4ForCausalLM"], **SIZES, **shared, "layer_types": types})
+    # The last layer sees all positions whatever its type is.
+    assert [config.cache_layer(layer) for layer in range(8)] == [0, 1, 2, 3, 4, 4, 2, 2]
+    assert [config.mlp_size(layer) for layer in range(8)] == [48] * 5 + [96] * 3
+    parts, unused = family.layer_parts(6).keys(), family.description.unused
+    assert {"q", "q_norm", "o"} <= parts and not {"k", "v", "k_norm"} & parts
+    of_layer = [unused(config, f"model.layers.{layer}.self_attn.k_proj.weight") for layer in range(8)]
+    assert of_layer == [False] * 5 + [True] * 3
+    assert unused(config, "model.vision_tower.encoder.layers.0.mlp.up_proj.linear.weight")
+    assert {m.absorber for m in family.awq_mappings(0)} == {"mlp_norm", "up"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "why"),
+    [
+        ({"vocab_size_per_layer_input": 65}, UnsupportedError, "vocab_size_per_layer_input is 65; supported: vocab_size, 64"),
+        ({"use_bidirectional_attention": "all"}, UnsupportedError, "use_bidirectional_attention is 'all'"),
+        ({"enable_moe_block": True}, UnsupportedError, "enable_moe_block is True"),
+        ({"attention_bias": True}, UnsupportedError, "attention_bias is True"),
+        ({"sliding_window": None}, CheckpointError, "sliding_window is null"),
+        ({"rope_parameters": {"rope_type": "default"}}, CheckpointError, "one object for each of the layer_types"),
+        ({"per_layer_config": {"5": {"head_dim": 64}}}, UnsupportedError, "per_layer_config is"),
+        ({"num_kv_shared_layers": 3}, CheckpointError, "layer 5 has a window of 0, and none of the first 5 layers"),
+        ({"global_head_dim": "512"}, CheckpointError, "global_head_dim is '512'"),
+    ],
+)
+def test_what_gemma4_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        config_of("Gemma4ForCausalLM", **{"vocab_size_per_layer_input": 64} | keys)
+
+
+def test_gains_of_gemma4_are_stored_as_they_are_and_rows_in_bits(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint("gemma4")
+    file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
+    tensors, arrays = load_file(folder / "model.safetensors"), file.metadata.arrays
+    theirs = {
+        "mlp_norm": "pre_feedforward_layernorm.weight",
+        "q_norm": "self_attn.q_norm.weight",
+        "layer_scalar": "layer_scalar",
+    }
+    for ours, name in theirs.items():
+        stored = from_bf16(file.array(arrays[f"layers.1.{ours}"]))
+        assert np.array_equal(stored, tensors[f"model.layers.1.{name}"].float().numpy())
+    linears = file.metadata.linears
+    assert linears["layer_rows"].weights[0].codec == Codec("int", 4, 32, symmetric=False)
+    assert linears["row_context"].weights[0].codec.kind == "bf16"
+    # Of the table of rows a token reads one.
+    every = sum(x.nbytes for name, x in linears.items() if name not in ("head", "layer_rows"))
+    read = ModelFile.open(tmp_path / "a.edgeq").metadata.bytes_per_token()
+    assert read["weights"] == every + sum(x.nbytes for x in arrays.values())
+    # Keys and values of two layers of each kind, two heads of 32 and of 64.
+    assert read["kv_per_position"] == 2 * 2 * 2 * 2 * (32 + 64)
+
+
+def test_of_layers_that_read_keys_of_others_no_budget_is_measured(checkpoint: Callable[..., Path]) -> None:
+    folder = str(checkpoint("gemma4"))
+    with pytest.raises(UnsupportedError, match="read keys and values of others"):
+        preflight(folder, ConvertOptions(method="gptq", budget=Budget("bits", 4.5)))
+    with pytest.raises(UnsupportedError, match="has layers of heads of several kinds; supported: none, rtn"):
+        preflight(folder, ConvertOptions(method="ttq"))
+
+
 def test_olmo_hybrid_reads_its_sizes_and_where_it_does_not_rotate() -> None:
     rope = {"rope_type": "default", "rope_theta": None}
     plain = config_of("OlmoHybridForCausalLM", rope_parameters=rope)
@@ -366,7 +453,7 @@ def test_granites_multipliers_are_settings_or_a_factor_of_a_gain() -> None:
     keys = {"architectures": ["GraniteForCausalLM"], **SIZES, "attention_multiplier": 0.125, "embedding_multiplier": 12}
     family, config = recognise(keys | {"residual_multiplier": 0.22, "logits_scaling": 8})
     # The stream is divided by what its branches would be multiplied by.
-    assert config.attention_scale == 0.125 and config.embedding_multiplier == 12.0 / 0.22
+    assert config.attention_scale(0) == 0.125 and config.embedding_multiplier == 12.0 / 0.22
     assert config.rms_norm_eps == 1e-6 / 0.22**2
     assert {name: source.factor for name, source in family.sources().items()} == {"model.norm.weight": 1 / 8}
     with pytest.raises(CheckpointError, match="rms_norm_eps is .small.; expected a positive number"):
@@ -411,7 +498,7 @@ def test_neox_and_gpt2_read_the_keys_of_their_old_configurations() -> None:
     assert recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "n_inner": 40})[1].intermediate_size == 40
     assert recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "multi_query": True})[1].num_key_value_heads == 4
     unscaled = recognise({"architectures": ["GPT2LMHeadModel"], **sizes, "scale_attn_weights": False})[1]
-    assert unscaled.attention_scale == 1 and gpt2.attention_scale == 8**-0.5
+    assert unscaled.attention_scale(0) == 1 and gpt2.attention_scale(0) == 8**-0.5
     assert recognise({"architectures": ["GPTBigCodeForCausalLM"], **sizes})[1].num_key_value_heads == 1
 
 

@@ -168,7 +168,7 @@ def test_multipliers_that_are_absent_or_0_change_nothing(checkpoint: Callable[..
 
     write_gguf(checkpoint("granite"), tmp_path / "m.gguf", change=change)
     config = plan_of(tmp_path / "m.gguf", method="none").method.config
-    assert config.embedding_multiplier == 1 and config.attention_scale == pytest.approx(config.head_dim**-0.5)
+    assert config.embedding_multiplier == 1 and config.attention_scale(0) == pytest.approx(config.head_dim**-0.5)
 
 
 def test_norms_of_heads_that_command_r_plus_has_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

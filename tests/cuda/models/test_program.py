@@ -21,6 +21,7 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.family_operations import ValueNorm
 from edgeq.targets.graph import Attention, Embed, Experts, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options, Program
@@ -262,6 +263,8 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     refused(device, replace(graph, operations=(sinks,)), arrays, match="attention with sinks .*--target cpu")
     clamped = Experts(0, "x", "y", 1, (), (), 16, "y", clamp=(1.7, 7.0))
     refused(device, replace(graph, operations=(clamped,)), arrays, match="experts with a clamped SwiGLU .*--target cpu")
+    values = ValueNorm(0, "x", 0, 16, 1, 16, 1e-5)
+    refused(device, replace(graph, operations=(values,)), arrays, match="the operation ValueNorm .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
     refused(device, replace(graph, operations=again), arrays, match="second choice")
     for options, match in (({"threads": 2}, "threads"), ({"isa": "sm_75"}, "isa")):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import CLIP_TOWER, DELTA, EXPERTS, GEMMA, OPT, PLAIN, TAPPED_TOWER, TOWER
+from test_config import CLIP_TOWER, DELTA, EXPERTS, GEMMA, GEMMA_4, OPT, PLAIN, TAPPED_TOWER, TOWER
 
 from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
 from edgeq.format.container import ModelFile
@@ -124,8 +124,8 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
     attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
-    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, attention):
-        names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0)}
+    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, attention, GEMMA_4):
+        names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0), *manifest.table_shapes(each)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}
         found |= {re.sub(r"experts\.\d+", "experts.E", re.sub(r"layers\.\d+", "layers.N", name)) for name in names}

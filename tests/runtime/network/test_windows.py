@@ -28,9 +28,10 @@ WINDOW = 24
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(2, 2048, 700)]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("gemma3 reference", marks=pytest.mark.exhaustive), "gemma3 cpu", "mistral cpu"]
-)
+IN_TURN = [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3 reference", "gemma4 cpu")]
+
+
+@pytest.fixture(scope="module", params=[*IN_TURN, "gemma3 cpu", "mistral cpu"])
 def model(request: pytest.FixtureRequest, model_path: Callable[..., Path]) -> Model:
     family, target = request.param.split()
     path = model_path(family, {"max_position_embeddings": 1024}, bits=4, group_size=32)

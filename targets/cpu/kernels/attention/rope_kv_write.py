@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
+from edgeq.targets.cpu.jit.args import Args, float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
@@ -50,6 +50,26 @@ class RopeKvWriteArgs(CacheArgs):
     rope_pairs = number(0)
     q_gain = pointer(0)
     k_gain = pointer(0)
+    epsilon = float32(0.0)
+    rope_first = number(0)
+    matrix = pointer(0)
+    matrix_scale = float32(0.0)
+    scratch = pointer(0)
+
+
+class ChangeHeadsArgs(Args):
+    """x of the first head, gain f32 [head_dim] or 0; the others are those of RopeKvWriteArgs."""
+
+    x = pointer()
+    x_stride = nbytes()
+    heads = number()
+    head_dim = number()
+    padded_dim = number()
+    cosines = pointer(0)
+    sines = pointer(0)
+    angles_stride = nbytes(0)
+    rope_pairs = number(0)
+    gain = pointer(0)
     epsilon = float32(0.0)
     rope_first = number(0)
     matrix = pointer(0)
@@ -116,6 +136,35 @@ def rotate_head_int8(x, dim, padded, matrix, matrix_scale, scratch):
         put_f32(x + 4 * i, get_f32(scratch + 4 * i))
 
 
+@inline
+def change_head(args, x, r, gain, thread):
+    """Norm, rotary positions and rotation of the head at x of row r, in place."""
+    dim, angles = args.head_dim, r * args.angles_stride
+    if gain != 0 and args.rope_first == 0:
+        normalize(x, dim, gain, args.epsilon)
+    apply_rope(x, args.rope_pairs, args.cosines + angles, args.sines + angles)
+    if gain != 0 and args.rope_first != 0:
+        normalize(x, dim, gain, args.epsilon)
+    if args.matrix != 0:
+        scratch = args.scratch + 4 * args.padded_dim * thread
+        rotate_head_int8(x, dim, args.padded_dim, args.matrix, args.matrix_scale, scratch)
+
+
+def change_heads() -> Kernel:
+    """The same of each head of every row, where no keys and values are written."""
+
+    def kernel(record, part, parts, thread):
+        args = ChangeHeadsArgs(record)
+        heads = args.heads
+        units = heads * get_i64(args.rows)
+        for unit in range(units * part // parts, units * (part + 1) // parts):
+            r = unit // heads
+            x = args.x + r * args.x_stride + 4 * args.head_dim * (unit % heads)
+            change_head(args, x, r, args.gain, thread)
+
+    return kernel
+
+
 def rope_kv_write(code: int, largest_code: int) -> Kernel:
     """Head norms and rotary positions in place; keys and values into the cache.  A unit is one head of one row.
 
@@ -128,7 +177,7 @@ def rope_kv_write(code: int, largest_code: int) -> Kernel:
     def kernel(record, part, parts, thread):
         args = RopeKvWriteArgs(record)
         heads, kv_heads, dim, padded = args.heads, args.kv_heads, args.head_dim, args.padded_dim
-        epsilon, high, count = args.epsilon, args.high, get_i64(args.rows)
+        high, count = args.high, get_i64(args.rows)
         units, heads_together = (heads + kv_heads) * count, heads // kv_heads + 1
         for unit in range(units * part // parts, units * (part + 1) // parts):
             r, group, place = unit % count, unit // count // heads_together, unit // count % heads_together
@@ -139,15 +188,7 @@ def rope_kv_write(code: int, largest_code: int) -> Kernel:
                 x, gain = source + args.q_offset + 4 * dim * head, args.q_gain
             else:
                 x, gain = source + args.k_offset + 4 * dim * head, args.k_gain
-            if gain != 0 and args.rope_first == 0:
-                normalize(x, dim, gain, epsilon)
-            angles = r * args.angles_stride
-            apply_rope(x, args.rope_pairs, args.cosines + angles, args.sines + angles)
-            if gain != 0 and args.rope_first != 0:
-                normalize(x, dim, gain, epsilon)
-            if args.matrix != 0:
-                scratch = args.scratch + 4 * padded * thread
-                rotate_head_int8(x, dim, padded, args.matrix, args.matrix_scale, scratch)
+            change_head(args, x, r, gain, thread)
             if not is_query:
                 slot, v = get_i32(args.slots + 4 * r), source + args.v_offset + 4 * dim * head
                 keys, lane = keys_at(args, r, slot, head, code), slot % POSITIONS

@@ -1,4 +1,4 @@
-"""The gated delta rule over the rows of a session (targets/state_operations.py, DeltaRule).
+"""The gated delta rule over the rows of a session (targets/family_operations.py, DeltaRule).
 
 A work item is a key head of a session with its value heads.  What is computed of a row is the same whether the rows after it
 are in the same run or not: of several rows of a log only the products with S, which their log begins with, run together, and

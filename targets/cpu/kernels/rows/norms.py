@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from edgeq.targets.cpu.jit.args import Args, float32, nbytes, nested, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import (
@@ -23,7 +25,7 @@ from edgeq.targets.cpu.kernels.args import NOT_QUANTIZED, QuantizedArgs
 from edgeq.targets.cpu.kernels.rows.activate import SILU, active, sigmoid_of_minus
 from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, inverse_rms, inverse_root, normalize
 from edgeq.targets.cpu.kernels.rows.embedding import get_float
-from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, write_quantized
+from edgeq.targets.cpu.kernels.rows.quantize import place_of, rows_of, share_of, write_quantized
 from edgeq.targets.cpu.kernels.rows.states import put_up_to
 
 
@@ -103,6 +105,37 @@ def head_norm() -> Kernel:
     return kernel
 
 
+class ValueNormArgs(Args):
+    """x   of the first head;  out: of its result in the same row, perhaps x"""
+
+    x = pointer()
+    x_stride = nbytes()
+    heads = number()
+    head_dim = number()
+    out = pointer()
+    epsilon = float32()
+
+
+def value_norm() -> Kernel:
+    """RMSNorm without a gain over each head of a row."""
+
+    def kernel(record, part, parts, thread):
+        args = ValueNormArgs(record)
+        dim = args.head_dim
+        for item in range(part, get_i64(args.rows) * args.heads, parts):
+            begin = item // args.heads * args.x_stride + 4 * dim * (item % args.heads)
+            x, out = args.x + begin, args.out + begin
+            total = vsplat(0.0)
+            for c in range(0, dim, 16):
+                part_of_head = vfirst(vload(x + 4 * c), dim - c)
+                total = vfma(part_of_head, part_of_head, total)
+            factor = vsplat(inverse_root(vsum(total) / dim, args.epsilon))
+            for c in range(0, dim, 16):
+                put_up_to(out + 4 * c, vmul(vload(x + 4 * c), factor), dim - c)
+
+    return kernel
+
+
 class GatedNormArgs(Args):
     """gate   of the first channel of x;  gain f32 [head_dim]"""
 
@@ -153,16 +186,18 @@ class GateArgs(Args):
     width = number()
 
 
-def gate() -> Kernel:
-    """x *= sigmoid(gate), in place."""
+def gate(sigmoid: int) -> Kernel:
+    """x *= sigmoid(gate), in place; without `sigmoid` x *= gate."""
 
     def kernel(record, part, parts, thread):
         args = GateArgs(record)
         for r in range(part, get_i64(args.rows), parts):
             x, gate = args.x + r * args.x_stride, args.gate + r * args.gate_stride
             for c in range(0, args.width, 16):
-                gated = vmul(vload(x + 4 * c), sigmoid_of_minus(vsub(vsplat(0.0), vload(gate + 4 * c))))
-                put_up_to(x + 4 * c, gated, args.width - c)
+                by = vload(gate + 4 * c)
+                if sigmoid:
+                    by = sigmoid_of_minus(vsub(vsplat(0.0), by))
+                put_up_to(x + 4 * c, vmul(vload(x + 4 * c), by), args.width - c)
 
     return kernel
 
@@ -207,6 +242,16 @@ class ScaleArgs(Args):
 
 def scale() -> Kernel:
     """out = x times a factor."""
+    return scaled(False)
+
+
+def scale_add() -> Kernel:
+    """out += x times a factor."""
+    return scaled(True)
+
+
+def scaled(add: bool) -> Kernel:
+    """The kernel of both."""
 
     def kernel(record, part, parts, thread):
         args = ScaleArgs(record)
@@ -214,7 +259,10 @@ def scale() -> Kernel:
         for r in range(part, get_i64(args.rows), parts):
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             for c in range(0, args.width, 16):
-                vstore(out + 4 * c, vmul(vload(x + 4 * c), factor))
+                if add:
+                    vstore(out + 4 * c, vfma(vload(x + 4 * c), factor, vload(out + 4 * c)))
+                else:
+                    vstore(out + 4 * c, vmul(vload(x + 4 * c), factor))
 
     return kernel
 
@@ -239,5 +287,29 @@ def position_add(kind: int) -> Kernel:
             x, position = args.x + r * args.x_stride, get_i32(args.positions + 4 * r)
             for c in range(width):
                 put_f32(x + 4 * c, get_f32(x + 4 * c) + get_float(kind, args.table, position * width + c))
+
+    return kernel
+
+
+class SoftCapArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    cap = float32()
+
+
+def soft_cap(max_tile: int) -> Kernel:
+    """x = cap tanh(x / cap), in place; tanh u is 2 / (1 + exp(-2 u)) - 1."""
+
+    def kernel(record, part, parts, thread):
+        args = SoftCapArgs(record)
+        cap = args.cap
+        inner, outer, less = vsplat(np.float32(-2.0) / cap), vsplat(np.float32(2.0) * cap), vsplat(-cap)
+        begin, end, first, last = share_of(part, parts, get_i64(args.rows), max_tile, args.width)
+        for r in range(begin, end):
+            x = args.x + r * args.x_stride
+            for c in range(first, last, 16):
+                capped = vfma(sigmoid_of_minus(vmul(vload(x + 4 * c), inner)), outer, less)
+                put_up_to(x + 4 * c, capped, last - c)
 
     return kernel

@@ -1,4 +1,4 @@
-"""Convolutions over the last rows of a session (targets/state_operations.py, ShortConv and SiluConv)."""
+"""Convolutions over the last rows of a session (targets/family_operations.py, ShortConv and SiluConv)."""
 
 from __future__ import annotations
 

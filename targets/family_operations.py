@@ -1,5 +1,5 @@
-"""Operations of layers with a state (states.py), in which a row depends on the rows of its session before it, and of the gates
-that came with them."""
+"""Operations that only some families have: layers with a state (states.py), in which a row depends on the rows of its session
+before it, gates, norms of values, factors and caps."""
 
 from __future__ import annotations
 
@@ -121,12 +121,62 @@ class GatedNorm(Operation):
 
 @dataclass(frozen=True)
 class Gate(Operation):
-    """x[:, :width] *= sigmoid(gate[:, offset : offset + width]), in place (Qwen3-Next)."""
+    """x[:, :width] *= sigmoid(gate[:, offset : offset + width]), in place (Qwen3-Next); without `sigmoid` the gate itself."""
 
     x: str
     gate: str
     offset: int
     width: int
+    sigmoid: bool = True
 
     READS = ("x", "gate")
+    WRITES = ("x",)
+
+
+@dataclass(frozen=True)
+class ValueNorm(Operation):
+    """x[:, out : out + heads * head_dim] = x[:, offset : ...] / sqrt(mean(x^2) + eps), head by head; `out` may be `offset`
+    (Gemma 4: values, which may be made of keys)."""
+
+    x: str
+    offset: int
+    out: int
+    heads: int
+    head_dim: int
+    eps: float
+
+    WRITES = ("x",)
+
+    def columns(self, width: int) -> tuple[int, int]:
+        return self.out, self.out + self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ArrayScale(Operation):
+    """x *= the number in `factor`, an array [1], in place (Gemma 4: the residual stream after each layer)."""
+
+    x: str
+    factor: ArrayRef
+
+    WRITES = ("x",)
+
+
+@dataclass(frozen=True)
+class ScaleAdd(Operation):
+    """out += x times a constant."""
+
+    x: str
+    factor: float
+    out: str
+
+    READS = ("x", "out")
+
+
+@dataclass(frozen=True)
+class SoftCap(Operation):
+    """x = cap * tanh(x / cap), in place (Gemma 2: logits)."""
+
+    x: str
+    cap: float
+
     WRITES = ("x",)

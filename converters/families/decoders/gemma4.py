@@ -1,0 +1,195 @@
+"""Gemma 4, the text model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.gemma import GAINS
+from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, head_settings
+from edgeq.converters.families.family import (
+    LAYER_ROWS,
+    MLP_MAPPINGS,
+    ROW_CONTEXT,
+    ROW_CONTEXT_NORM,
+    FamilyDescription,
+    ScaleMapping,
+    Values,
+)
+from edgeq.converters.families.positions import rope_of, typed_windows, window
+from edgeq.errors import FormatError, UnsupportedError
+from edgeq.format.manifest import table_shapes
+from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
+
+PATTERN = 6
+"""Without `layer_types` every so many-th layer sees all positions."""
+ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+"""transformers' own where there are no rope_parameters."""
+PER_LAYER = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""Keys of a layer in `per_layer_config`, as transformers writes them -> as published configurations have them."""
+OTHER_TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+
+
+def layer_types(values: Values, layers: int) -> list[Any]:
+    """The type of each layer; that of the last is full_attention, whatever it is called."""
+    types = values["layer_types"]
+    if types is None:
+        types = ["full_attention" if i % PATTERN == PATTERN - 1 else "sliding_attention" for i in range(layers)]
+    return [*types[:-1], "full_attention"] if isinstance(types, list) and types else types
+
+
+def gemma4_windows(values: Values, layers: int) -> tuple[int, ...]:
+    found = window(values)
+    if not found:
+        raise FormatError("sliding_window is null; local layers need a positive integer")
+    return typed_windows(found, layer_types(values, layers), layers)
+
+
+def global_heads(values: Values) -> dict[str, Any]:
+    """Sizes of heads in layers without a window, in both spellings.  UnsupportedError: these layers differ from one another."""
+    found = {key: values[key] for key in PER_LAYER.values()}
+    by_layer, layers = values["per_layer_config"], values["num_hidden_layers"]
+    if by_layer is not None:
+        types = layer_types(values, layers)
+        seeing = [str(i) for i in range(layers) if types[i : i + 1] == ["full_attention"]]
+        first = by_layer.get(seeing[0]) if isinstance(by_layer, dict) and seeing else None
+        same = isinstance(first, dict) and by_layer == dict.fromkeys(seeing, first) and set(first) <= set(PER_LAYER)
+        if not same:
+            raise UnsupportedError(
+                f"per_layer_config is {str(by_layer)[:80]}; supported: the same head_dim and num_key_value_heads for every "
+                "full_attention layer, and nothing for others"
+            )
+        found = {ours: first.get(key) for key, ours in PER_LAYER.items()}
+    elif not values["attention_k_eq_v"]:
+        found["num_global_key_value_heads"] = None
+    own = {"global_head_dim": values["head_dim"], "num_global_key_value_heads": values["num_key_value_heads"]}
+    return {key: 0 if number in (None, own[key]) else number for key, number in found.items()}
+
+
+def gemma4_rope(values: Values, kind: str) -> Rope:
+    """The rope of layers of a type.  "proportional": `partial_rotary_factor` of all pairs of a head turn."""
+    given = ROPES if values["rope_parameters"] is None else values["rope_parameters"]
+    if not isinstance(given, dict) or set(given) != set(ROPES) or not all(isinstance(each, dict) for each in given.values()):
+        raise FormatError(f"rope_parameters is {str(given)[:80]}; expected one object for each of the layer_types")
+    where, settings = f"rope_parameters of {kind}", dict(given[kind])
+    if settings.get("rope_type") != "proportional":
+        return rope_of(values, where, settings, ROPES[kind]["rope_theta"])
+    share, factor = settings.pop("partial_rotary_factor", 1.0), settings.pop("factor", 1.0)
+    if factor != 1:
+        raise UnsupportedError(f"{where}: factor is {factor!r:.80}; supported with rope kind 'proportional': 1.0")
+    plain = rope_of(values, where, settings | {"rope_type": "default"}, ROPES[kind]["rope_theta"])
+    return replace(plain, kind="proportional", partial_rotary_factor=share)
+
+
+def gemma4_settings(values: Values) -> dict[str, Any]:
+    """UnsupportedError: the table of rows for layers has other tokens than the embedding."""
+    tokens = values["vocab_size_per_layer_input"]
+    if values["hidden_size_per_layer_input"] and tokens != values["vocab_size"]:
+        raise UnsupportedError(f"vocab_size_per_layer_input is {tokens!r:.80}; supported: vocab_size, {values['vocab_size']}")
+    return (
+        head_settings(values)
+        | global_heads(values)
+        | {
+            "rope": gemma4_rope(values, "full_attention"),
+            "local_rope": gemma4_rope(values, "sliding_attention"),
+            "qk_norm": True,
+            "value_norm": True,
+            "post_norms": True,
+            "layer_scalars": True,
+            "embedding_multiplier": values["hidden_size"] ** 0.5,
+            # Scores are not divided: queries and keys are normed.
+            "query_pre_attn_scalar": 1,
+            **{
+                key: values[key]
+                for key in ("attention_k_eq_v", "num_kv_shared_layers", "use_double_wide_mlp", "final_logit_softcapping")
+            },
+            "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
+        }
+    )
+
+
+def gemma4_sources(config: ModelConfig) -> dict[str, TensorSource]:
+    """Gains are stored as they are multiplied, unlike those of Gemma 1 to 3."""
+    hidden, size, sources = (config.hidden_size,), config.hidden_size_per_layer_input, dict[str, TensorSource]()
+    of_rows: dict[str, tuple[str, tuple[int, ...]]] = {
+        "rows.gate_proj": ("per_layer_input_gate", (size, *hidden)),
+        "rows.out_proj": ("per_layer_projection", (*hidden, size)),
+        "rows.norm": ("post_per_layer_input_norm", hidden),
+    }
+    for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers)):
+        names: dict[str, tuple[str, tuple[int, ...]]] = {module: (theirs, hidden) for module, theirs in GAINS.items()}
+        names |= of_rows if size else {}
+        for module, (theirs, shape) in names.items():
+            sources[f"{p}{module}.weight"] = TensorSource(f"{p}{theirs}.weight", shape, shape)
+        sources[f"{p}layer_scalar.weight"] = TensorSource(f"{p}layer_scalar", (1,), (1,))
+    if size:
+        (rows, context), gain = table_shapes(config).values(), (size,)
+        sources[LAYER_ROWS] = TensorSource("model.embed_tokens_per_layer.weight", rows, rows)
+        sources[ROW_CONTEXT] = TensorSource("model.per_layer_model_projection.weight", context, context)
+        # What is added to the row of the table is divided by sqrt(2) as that is.
+        sources[ROW_CONTEXT_NORM] = TensorSource("model.per_layer_projection_norm.weight", gain, gain, factor=2**-0.5)
+    return sources
+
+
+def gemma4_unused(config: ModelConfig, tensor: str) -> bool:
+    """The towers, and keys and values of layers that read those of others: checkpoints carry what was there before training."""
+    if tensor.startswith(OTHER_TOWERS):
+        return True
+    of_keys = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
+    shared = (layer for layer in range(config.num_hidden_layers) if config.shares_cache(layer))
+    return any(tensor == f"model.layers.{layer}.self_attn.{name}" for layer in shared for name in of_keys)
+
+
+def gemma4_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+    """Without those of attention: what queries, keys and values are multiplied by, their norms take away."""
+    return MLP_MAPPINGS
+
+
+GEMMA_4 = FamilyDescription(
+    "Gemma4ForCausalLM",
+    DEFAULTS
+    | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "per_layer_config": None,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "layer_types": None,
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "final_logit_softcapping": None,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    {key: values for key, values in NEUTRAL.items() if key != "final_logit_softcapping"}
+    | {
+        # Rows of pictures alone see what comes after them.
+        "use_bidirectional_attention": (None, "vision"),
+        "enable_moe_block": (None, False),
+    },
+    gemma4_settings,
+    gemma4_windows,
+    keys={"hidden_act": "hidden_activation"},
+    sources=gemma4_sources,
+    unused=gemma4_unused,
+    mappings=gemma4_mappings,
+)
+GEMMA_4_FAMILIES = (
+    GEMMA_4,
+    replace(
+        GEMMA_4,
+        architecture="Gemma4ForConditionalGeneration",
+        renamed={"model.language_model.": "model."},
+        text_alone=True,
+    ),
+)
