@@ -184,7 +184,8 @@ class BlockForward(TokenForward):
         super().__init__(family, config, tensors or checkpoint, compute or Compute())
         layers = range(config.num_hidden_layers)
         ropes = {(config.layer_rope(layer), config.heads_of(layer).head_dim) for layer in layers}
-        self._angles = {each: each[0] and self._put_angles(*each, tokens.shape[1]) for each in ropes}
+        length = tokens.shape[1]
+        self._angles = {(rope, size): rope and self._put_angles(rope, size, length) for rope, size in ropes}
         read = {config.cache_layer(layer) for layer in layers if config.shares_cache(layer)}
         self._kept = {layer: KeysValues(len(tokens)) for layer in read}
         self._rows = LayerRows(self._tensors, config, tokens) if config.hidden_size_per_layer_input else None
@@ -263,7 +264,8 @@ class LayerRows:
         gain = torch.from_numpy(self._tensors.whole(ROW_CONTEXT_NORM))
         made *= torch.rsqrt(made.square().mean(-1, keepdim=True) + eps) * gain
         stored = np.stack([read(LAYER_ROWS, token, token + 1)[0, begin:end] for token in self._tokens.tolist()])
-        return made + torch.from_numpy(stored) * (size / 2) ** 0.5
+        rows: Tensor = made + torch.from_numpy(stored) * (size / 2) ** 0.5
+        return rows
 
     def few(self, step: int) -> LayerRows:
         """Those of every `step`-th row of the text."""

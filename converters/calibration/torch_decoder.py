@@ -163,7 +163,8 @@ class TorchAttention(nn.Module):
         return queries, keys, values
 
     def _by_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def _prepared(self, x: Tensor, norm: Norm | None, position_embeddings: Angles | None) -> Tensor:
         """Queries or keys [rows, tokens, heads * head_dim] by heads, normed and rotated."""

@@ -203,15 +203,12 @@ def check(metadata: Metadata) -> None:
         _check_parts(linear)
     if quantized_table or config.tie_word_embeddings:
         table = metadata.linears["embedding" if quantized_table else "head"]
-        changing = (table.input_order, table.transform, table.input_scale, table.low_rank, table.split_row, *table.weights[1:])
-        if config.tie_word_embeddings and any(part is not None for part in changing):
+        if config.tie_word_embeddings and _changes_its_input(table):
             raise FormatError("a head that is also the embedding can have one weight block and no part that changes its input")
-        if quantized_table and any(part is not None for part in (*changing, table.bias, table.activation, table.master)):
+        if quantized_table and not _is_one_block(table):
             raise FormatError("a quantized embedding can have one weight block and nothing else")
-    if rows := metadata.linears.get("layer_rows"):
-        parts = (rows.input_order, rows.transform, rows.input_scale, rows.low_rank, rows.split_row, *rows.weights[1:])
-        if any(part is not None for part in (*parts, rows.bias, rows.activation, rows.master)):
-            raise FormatError("layer_rows can have one weight block and nothing else")
+    if (rows_of_layers := metadata.linears.get("layer_rows")) and not _is_one_block(rows_of_layers):
+        raise FormatError("layer_rows can have one weight block and nothing else")
     if config.pooling is not None and any(linear.master for linear in metadata.linears.values()):
         raise FormatError("a model that embeds has masters; weights are requantized for a prompt that is then continued")
     arrays = array_shapes(config)
@@ -234,6 +231,16 @@ def check(metadata: Metadata) -> None:
         array = metadata.arrays[name]
         if array.shape != wanted or array.dtype not in ("f32", "f16", "bf16"):
             raise FormatError(f"{name} is {array.dtype} {array.shape}; its configuration implies a float array {wanted}")
+
+
+def _changes_its_input(linear: LinearSpec) -> bool:
+    """Whether a table's rows would not be its weights: a second block, or a part that acts before them or beside them."""
+    parts = (linear.input_order, linear.transform, linear.input_scale, linear.low_rank, linear.split_row)
+    return len(linear.weights) > 1 or any(part is not None for part in parts)
+
+
+def _is_one_block(linear: LinearSpec) -> bool:
+    return not _changes_its_input(linear) and linear.bias is None and linear.activation is None and linear.master is None
 
 
 def _check_parts(linear: LinearSpec) -> None:

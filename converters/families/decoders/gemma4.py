@@ -58,8 +58,7 @@ def global_heads(values: Values) -> dict[str, Any]:
         types = layer_types(values, layers)
         seeing = [str(i) for i in range(layers) if types[i : i + 1] == ["full_attention"]]
         first = by_layer.get(seeing[0]) if isinstance(by_layer, dict) and seeing else None
-        same = isinstance(first, dict) and by_layer == dict.fromkeys(seeing, first) and set(first) <= set(PER_LAYER)
-        if not same:
+        if not isinstance(first, dict) or by_layer != dict.fromkeys(seeing, first) or not set(first) <= set(PER_LAYER):
             raise UnsupportedError(
                 f"per_layer_config is {str(by_layer)[:80]}; supported: the same head_dim and num_key_value_heads for every "
                 "full_attention layer, and nothing for others"

@@ -127,11 +127,11 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
     if fusion.heads:
         (gain,) = _gains(context, fusion.heads).values() or (0,)
         x, x_stride = context.place(o.x)
-        queries = rope_kv_write.ChangeHeadsArgs(
+        change = rope_kv_write.ChangeHeadsArgs(
             x=x + 4 * o.q_offset, x_stride=x_stride, heads=o.heads, head_dim=o.head_dim, padded_dim=padded(o.head_dim),
             **_change_args(context, fusion.heads), gain=gain,
         )  # fmt: skip
-        context.emit(kernel(rope_kv_write.change_heads), queries, parts=context.options.threads)
+        context.emit(kernel(rope_kv_write.change_heads), change, parts=context.options.threads)
         context.invalidate(o.x)
     code = kv_layout.KV_CODES[kv.kind]
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
