@@ -34,11 +34,13 @@ class Budget:
                 nats; seconds: of a token on this machine, as its decode times have it
     amount      the number; at 0 or below nothing can be met
     half_grids  whether these are among the codecs to choose from: GPUs have no kernels for them
+    trellises   the same of those
     """
 
     unit: Unit
     amount: float
     half_grids: bool = True
+    trellises: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.amount < float("inf"):
@@ -56,6 +58,8 @@ class Budget:
     def of_speed(cls, device: DeviceSpec | None, tokens_per_second: float) -> Budget:
         """The bytes that `device` can read for each token at this speed; None: seconds of a token on this machine.
 
+        Bytes do not bound the speed of trellises on every device (docs/budgets.md), so that they are left out for one.
+
         InputError: no speed is above 0, or this version does not run on the device.
         """
         if device is not None and not device.supported:
@@ -64,4 +68,4 @@ class Budget:
             raise InputError(f"--speed {tokens_per_second:g}: choose a number of tokens per second above 0")
         if device is None:
             return cls("seconds", 1 / tokens_per_second)
-        return cls("read", device.decode_bandwidth / tokens_per_second)
+        return cls("read", device.decode_bandwidth / tokens_per_second, trellises=False)

@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from edgeq.converters.budget.budget import Unit
+from edgeq.converters.budget.menu import Menu
 from edgeq.converters.budget.part_names import HEAD, TABLE, part_of
 from edgeq.converters.rounding.linears import LinearItem
 from edgeq.converters.rounding.presets import fitting_group_size
 from edgeq.errors import EdgeqError, InputError
-from edgeq.format.codec import BITS, GROUP_SIZES, Codec
+from edgeq.format.codec import GROUP_SIZES, ROWS, Codec
 from edgeq.format.container import aligned
 from edgeq.format.manifest import FLOAT_PARTS
 from edgeq.network.config import ModelConfig
-
-MIN_HALF_GROUP = 32
-"""Channels of the smallest groups in which a half grid of 2 bits loses less than zero points (docs/quality.md)."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,14 @@ class AllocationPart:
 
     layer    the decoder layer; None: the head, or the embedding
     share    of its weights that is read for a token: of experts, those that a token uses; 0 of an embedding
-    half     whether half grids are among the candidates
+    menu     what candidates are taken from
     """
 
     name: str
     items: tuple[LinearItem, ...]
     layer: int | None
     share: Fraction
-    half: bool = True
+    menu: Menu = Menu()
 
     @property
     def columns(self) -> int:
@@ -49,12 +47,10 @@ class AllocationPart:
         return sum(item.rows * item.columns for item in self.items)
 
     def candidates(self) -> tuple[Codec, ...]:
-        """The codecs to choose from, with zero points or half grids; group sizes that divide the columns, where one does."""
+        """The codecs to choose from; group sizes that divide the columns, where one does."""
         sizes = sorted({fitting_group_size(self.columns, size) for size in GROUP_SIZES})
-        zeros = (Codec("int", bits, size, symmetric=False) for bits in BITS for size in sizes)
-        # In smaller groups, and in more bits, zero points lose less.
-        halves = (Codec("half", 2, size) for size in sizes if self.half and size >= MIN_HALF_GROUP)
-        return (*zeros, *halves)
+        rings = all(rows % ROWS == 0 for item in self.items for _, rows in item.tensors[:-1])
+        return self.menu.codecs(sizes, rings)
 
     def cost(self, codec: Codec, unit: Unit) -> int:
         """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone,
@@ -69,10 +65,10 @@ class AllocationPart:
         return -int(-count * sum(segments) * self.share // 1)
 
 
-def parts_of(items: Iterable[object], config: ModelConfig, half: bool) -> tuple[AllocationPart, ...]:
+def parts_of(items: Iterable[object], config: ModelConfig, menu: Menu) -> tuple[AllocationPart, ...]:
     """The parts of a file made of `items`, in execution order; what is no linear layer, and a vision tower, has none.
 
-    half   whether they may lie on half grids
+    menu   what their codecs are chosen from
     """
     found: dict[str, list[LinearItem]] = {}
     for item in items:
@@ -88,7 +84,7 @@ def parts_of(items: Iterable[object], config: ModelConfig, half: bool) -> tuple[
             tuple(items),
             int(name.split(".")[1]) if name.startswith("layers.") else None,
             Fraction(0) if name == TABLE else used if ".experts." in name else Fraction(1),
-            half,
+            menu,
         )
         for name, items in found.items()
     )

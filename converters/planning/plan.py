@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from edgeq.converters.budget.budget import MAX_TOKENS
+from edgeq.converters.budget.menu import Menu
 from edgeq.converters.budget.parts import AllocationPart, parts_of
 from edgeq.converters.budget.prediction import AllocationPrediction
 from edgeq.converters.calibration.compute import BATCH_ROWS, LOGIT_BYTES, MEASURED_ROWS, Compute, measurement_bytes
@@ -99,8 +100,16 @@ class ConversionPlan:
 
     def parts(self) -> tuple[AllocationPart, ...]:
         """The parts that an allocation gives a codec each."""
-        half = self.options.budget is None or self.options.budget.half_grids
-        return parts_of((item for step in self.steps for item in step.items), self.method.config, half)
+        return parts_of((item for step in self.steps for item in step.items), self.method.config, self.menu)
+
+    @property
+    def menu(self) -> Menu:
+        """What a budget chooses from."""
+        budget = self.options.budget
+        if budget is None:
+            return Menu()
+        # Scales of four bits are not learned.
+        return Menu(budget.half_grids, budget.trellises and not self.options.tune, fast=budget.unit == "seconds")
 
     def codecs(self) -> dict[str, Codec]:
         """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""

@@ -10,14 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from edgeq.format.codec import BITS, Codec
+from edgeq.format.trellis import TRELLIS_BITS
 
 MIDDLE = 64
 """Channels of a group in which every width is measured: in the middle of those of an allocation."""
 WIDTHS = tuple(Codec("int", bits, MIDDLE, symmetric=False) for bits in BITS)
 """Every width, by rising bytes."""
+TRELLISES = tuple(Codec("trellis", bits, MIDDLE) for bits in TRELLIS_BITS)
 SMALL_GROUPS = Codec("int", 4, 16, symmetric=False)
 """What smaller groups cost follows from this codec beside the one of as many bits in WIDTHS."""
-MEASURED = (*WIDTHS, SMALL_GROUPS)
+SMALL_RINGS = Codec("trellis", 2, 16)
+"""The same of trellises: a scale of theirs has a sixth of the bytes, and takes more instructions."""
+MEASURED = (*WIDTHS, SMALL_GROUPS, *TRELLISES, SMALL_RINGS)
 BytesIn = Callable[[Codec], float]
 """Bytes that a token reads of some weights in a codec."""
 
@@ -36,18 +40,21 @@ class DecodeTimes:
 
         part   the bytes that a token reads of this part, by codec
         """
-        middle = Codec("int", codec.bits, MIDDLE, symmetric=False)
+        middle = _middle(codec)
         read, seconds = self.whole[middle]
-        return max(0.0, seconds * part(middle) / read + self._seconds_per_byte * (part(codec) - part(middle)))
+        return max(0.0, seconds * part(middle) / read + self._seconds_per_byte(codec) * (part(codec) - part(middle)))
 
     def scaled(self, by: float) -> DecodeTimes:
         """These with all seconds multiplied by a number."""
         return DecodeTimes({codec: (read, by * seconds) for codec, (read, seconds) in self.whole.items()})
 
-    @property
-    def _seconds_per_byte(self) -> float:
-        """Seconds that a byte of scales and zero points takes."""
-        (more, slower), (less, faster) = (
-            self.whole[codec] for codec in (SMALL_GROUPS, Codec("int", SMALL_GROUPS.bits, MIDDLE, symmetric=False))
-        )
+    def _seconds_per_byte(self, codec: Codec) -> float:
+        """Seconds that a byte of scales and zero points takes in codecs like this one."""
+        small = SMALL_RINGS if codec.coupled else SMALL_GROUPS
+        (more, slower), (less, faster) = self.whole[small], self.whole[_middle(small)]
         return max(0.0, slower - faster) / (more - less)
+
+
+def _middle(codec: Codec) -> Codec:
+    """The measured codec of as many bits."""
+    return Codec("trellis", codec.bits, MIDDLE) if codec.coupled else Codec("int", codec.bits, MIDDLE, symmetric=False)

@@ -2,9 +2,9 @@
 
 From 3 bits on the divergence of a part falls as the square of its rounding steps, so by (2^b - 1)^-2 with b bits: by 4.6 from 3
 to 4, by 4 from 7 to 8.  It grows by 30 %, about, when the group size doubles.  2 bits follow another law, for their
-errors are no longer small, and are measured by themselves, with zero points and on half grids.  On the demo model the curve
-through 2, 3 and 4 bits in groups of 64 meets the other codecs within 8 to 10 %, which is how much GPTQ itself varies from one
-codec to its neighbour.
+errors are no longer small, and are measured by themselves, with zero points and on half grids; so is every width of a trellis.
+On the demo model the curve through 2, 3 and 4 bits in groups of 64 meets the other codecs within 8 to 10 %, which is how much
+GPTQ itself varies from one codec to its neighbour.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from edgeq.format.codec import Codec
 
 MIDDLE = 64
 """The group size that is measured, and which the other sizes are compared with."""
-GRID_BITS = (2, 3, 4)
-GROUP_SLOPE = 0.26
-"""Logarithm of the factor by which the divergence grows when the group size doubles, where it is not measured."""
-HALF_SLOPE = 0.11
-"""The same of half grids: 24 % from groups of 32 to 128 (docs/quality.md); of single parts 0.10 in the median."""
+MAX_GRID_BITS = 4
+"""More bits follow from these."""
+SLOPES = {"int": 0.26, "half": 0.11, "trellis": 0.12}
+"""Logarithm of the factor by which the divergence grows when the group size doubles, where it is not measured, by kind.
+
+Of half grids 24 % from groups of 32 to 128 (docs/quality.md), of single parts 0.10 in the median; of trellises of 2 bits 28 %.
+"""
 PRIOR = 1.0
 """Weight of the slope against measurements a doubling apart."""
 MIN_DIVERGENCE = 1e-12
@@ -33,9 +35,7 @@ MIN_DIVERGENCE = 1e-12
 def grid(part: AllocationPart) -> tuple[Codec, ...]:
     """The codecs that are measured of every part."""
     size = fitting_group_size(part.columns, MIDDLE)
-    zeros = tuple(Codec("int", bits, size, symmetric=False) for bits in GRID_BITS)
-    half = Codec("half", 2, size)
-    return (*zeros, half) if half in part.candidates() else zeros
+    return tuple(codec for codec in part.candidates() if codec.group_size == size and codec.bits <= MAX_GRID_BITS)
 
 
 def estimated(part: AllocationPart, measured: Mapping[str, float]) -> dict[Codec, float]:
@@ -48,9 +48,9 @@ def estimated(part: AllocationPart, measured: Mapping[str, float]) -> dict[Codec
     return {codec: known.get(codec, curves[_law(codec)].at(codec)) for codec in part.candidates()}
 
 
-def _law(codec: Codec) -> tuple[bool, bool]:
-    """What tells the codecs of one curve from the others: half grids; 2 bits with zero points; more."""
-    return codec.kind == "half", codec.bits == 2
+def _law(codec: Codec) -> tuple[str, int]:
+    """What tells the codecs of one curve from the others: their kind, and bits up to 2 or of a trellis."""
+    return codec.kind, 0 if codec.bits > 2 and codec.kind != "trellis" else codec.bits
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class _Curve:
 
     @classmethod
     def through(cls, points: Sequence[tuple[Codec, float]]) -> _Curve:
-        """The curve nearest to the points, all of one law, its slope held near GROUP_SLOPE or HALF_SLOPE."""
-        usual = HALF_SLOPE if points[0][0].kind == "half" else GROUP_SLOPE
+        """The curve nearest to the points, all of one law, its slope held near that of SLOPES."""
+        usual = SLOPES[points[0][0].kind]
         x = [_doublings(codec) for codec, _ in points]
         y = [math.log(value) + 2 * math.log(2**codec.bits - 1) for codec, value in points]
         middle, height = sum(x) / len(x), sum(y) / len(y)

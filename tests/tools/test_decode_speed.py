@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from edgeq.converters.budget.part_names import part_of
-from edgeq.converters.probing.decode_times import MEASURED, SMALL_GROUPS, WIDTHS, DecodeTimes
+from edgeq.converters.probing.decode_times import MEASURED, SMALL_GROUPS, SMALL_RINGS, TRELLISES, WIDTHS, DecodeTimes
 from edgeq.errors import ResourceError
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
@@ -44,7 +44,10 @@ SPARSE = replace(DENSE, num_experts=4, num_experts_per_tok=2, shared_expert_inte
 
 
 TIMES = DecodeTimes(
-    {codec: (bytes_per_token(DENSE, codec), 1.0 + codec.bits + (0.5 if codec == SMALL_GROUPS else 0.0)) for codec in MEASURED}
+    {
+        codec: (bytes_per_token(DENSE, codec), 1.0 + codec.bits + (0.5 if codec in (SMALL_GROUPS, SMALL_RINGS) else 0.0))
+        for codec in MEASURED
+    }
 )
 """A second that is not read, a second for each bit; half a second for groups of 16."""
 
@@ -71,6 +74,12 @@ def test_parts_add_up_to_a_token_and_each_takes_the_time_of_its_width() -> None:
     assert TIMES.seconds(coarse, part) < TIMES.seconds(CODEC, part)
     fast = replace(TIMES, whole=TIMES.whole | {SMALL_GROUPS: (TIMES.whole[SMALL_GROUPS][0], 1.0)})
     assert fast.seconds(coarse, part) == fast.seconds(CODEC, part)
+    # A trellis has a time of its own, and so have its small groups, however few bytes their scales are.
+    rings = Codec("trellis", 3, 64)
+    slow = replace(TIMES, whole=TIMES.whole | {rings: (TIMES.whole[rings][0], 20.0)})
+    assert slow.seconds(rings, part) > slow.seconds(WIDTHS[-1], part) and rings in TRELLISES
+    steps = [TIMES.seconds(replace(codec, group_size=16), part) - TIMES.seconds(codec, part) for codec in (rings, CODEC)]
+    assert steps == [pytest.approx(steps[1], rel=0.1)] * 2 and steps[0] > 0
 
 
 def test_a_file_that_was_decoded_is_expected_to_be_as_fast() -> None:
@@ -124,7 +133,7 @@ def test_every_codec_is_measured_in_turn_and_the_median_counts(tmp_path: Path, m
     monkeypatch.setattr(decode_speed, "_seconds", seconds)
     found = decode_speed.times_here(DENSE, "a8").whole
     assert asked == [*MEASURED] * decode_speed.ROUNDS
-    assert [taken for _, taken in found.values()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 4.0]
+    assert [taken for _, taken in found.values()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 4.0, 1.0, 2.0, 3.0, 2.0]
     # Each time is kept as it is found, but for those that were disturbed.
     asked.clear()
     decode_speed.times_here(DENSE, "a8")

@@ -42,8 +42,8 @@ CONVERT_OPTIONS = decorated(
         metavar="DEVICE",
         type=OneOf(*DEVICES),
         help="Stop before the conversion if the file would not fit this device, and report the speed that its memory "
-        "allows; edgeq devices lists the names.  The file is the same for every device, but for a budget's on a GPU: it has no "
-        "half grids.",
+        "allows; edgeq devices lists the names.  The file is the same for every device, but for a budget's: on a GPU it has no "
+        "half grids and no trellises, and with --speed no trellises.",
     ),
     quantization(
         "--merge-lora",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,9 @@ def test_a_file_keeps_to_its_budget_and_says_what_it_lost(folder: Path, tmp_path
     # The head is rounded as the probe measures it: by GPTQ, which is not to nearest.
     head = linears["head"].weights[0]
     arrays = {name: file.array(ref) for name, ref in head.arrays.items()}
-    assert list(arrays) == ["q", "scale", "zero"]
+    assert list(arrays) == [*head.codec.parts(head.rows, head.columns)]
+    kinds = {linear.weights[0].codec.kind for linear in linears.values()}
+    assert kinds == ({"int"} if unit == "size" else {"int", "trellis"})
     stored = torch.from_numpy(dequantize(head.codec, head.rows, head.columns, arrays))
     assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec, MIN_MAX_ZERO_WEIGHED))
     assert not torch.equal(stored, fake(torch.from_numpy(plan.checkpoint.whole(EMBEDDING)), head.codec))
@@ -216,7 +219,7 @@ def test_more_bytes_never_lose_more(folder: Path) -> None:
     assert all(a.read < b.read and a.kl > b.kl for a, b in zip(points, points[1:], strict=False)) and len(points) == 10
 
 
-@pytest.mark.parametrize("unit, amount", [("bits", 1.0), ("size", 1e5), ("read", 1e5), ("kl", 1e-9)])
+@pytest.mark.parametrize("unit, amount", [("bits", 1.0), ("size", 1e5), ("read", 4e4), ("kl", 1e-9)])
 def test_a_budget_that_cannot_be_met_names_the_nearest_that_can(folder: Path, unit: Unit, amount: float) -> None:
     frontier = invented(plan_of(folder))
     with pytest.raises(InputError, match="cannot be met") as refused:
@@ -228,7 +231,7 @@ def test_a_budget_that_cannot_be_met_names_the_nearest_that_can(folder: Path, un
         frontier.best(Budget("kl", 1.01 * float(str(refused.value).split()[-1])))
 
 
-@pytest.mark.parametrize("unit, amount", [("bits", 1.0), ("size", 1e5), ("read", 1e5)])
+@pytest.mark.parametrize("unit, amount", [("bits", 1.0), ("size", 1e5), ("read", 4e4)])
 def test_a_budget_below_the_cheapest_file_is_refused_before_anything_is_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unit: Unit, amount: float
 ) -> None:
@@ -243,7 +246,7 @@ def test_text_too_short_for_measuring_says_how_much_is_needed(folder: Path) -> N
 
 
 def test_estimates_pass_through_what_was_measured_and_follow_the_law(folder: Path) -> None:
-    part = plan_of(folder).parts()[0]
+    part = plan_of(folder, replace(BUDGET, trellises=False)).parts()[0]
     measured = {"i2 g64 zero": 0.1, "i3 g64 zero": 0.02, "i4 g64 zero": 0.02 * 49 / 225, "i2 g64 half": 0.09}
     table = {codec.name: value for codec, value in estimated(part, measured).items()}
     assert len(table) == 31 and all(table[name] == pytest.approx(value) for name, value in measured.items())
@@ -254,6 +257,20 @@ def test_estimates_pass_through_what_was_measured_and_follow_the_law(folder: Pat
     # A group size measured beside it bends the curve, but half as far: one measurement errs as much as the law does.
     bent = {codec.name: value for codec, value in estimated(part, measured | {"i3 g16 zero": 0.02}).items()}
     assert table["i5 g16 zero"] < bent["i5 g16 zero"] < bent["i5 g64 zero"]
+
+
+def test_trellises_of_every_width_have_a_curve_of_their_own(folder: Path) -> None:
+    part = plan_of(folder).parts()[0]
+    assert [codec.name for codec in grid(part)] == ["i4 g64 zero", "t1 g64 s4", "t2 g64 s4", "t3 g64 s4"]
+    measured = {"i4 g64 zero": 0.002, "t1 g64 s4": 0.3, "t2 g64 s4": 0.03, "t3 g64 s4": 0.005}
+    table = {codec.name: value for codec, value in estimated(part, measured).items()}
+    assert len(table) == 32 and all(table[name] == pytest.approx(value) for name, value in measured.items())
+    assert table["i8 g64 zero"] == pytest.approx(0.002 * 225 / 255**2)
+    for bits in (1, 2, 3):
+        assert table[f"t{bits} g128 s4"] / table[f"t{bits} g32 s4"] == pytest.approx(1.271, 0.01)
+    # A second measurement bends the curve of its own width alone.
+    bent = {codec.name: value for codec, value in estimated(part, measured | {"t2 g16 s4": 0.03}).items()}
+    assert table["t2 g32 s4"] < bent["t2 g32 s4"] and table["t3 g32 s4"] == bent["t3 g32 s4"]
 
 
 def plans(folder: Path) -> dict[str, str]:
@@ -460,7 +477,7 @@ def test_the_command_chooses_by_the_seconds_of_this_machine(
 
 def test_a_speed_is_bytes_of_the_device() -> None:
     board = DEVICES["raspberry-pi-5"]
-    assert Budget.of_speed(board, 10) == Budget("read", 0.95 * 13.8e9 / 10)
+    assert Budget.of_speed(board, 10) == Budget("read", 0.95 * 13.8e9 / 10, trellises=False)
     # Where nothing is measured, less of the peak.
     assert Budget.of_speed(DEVICES["x86-avx2"], 10).amount == pytest.approx(0.75 * 5.12e9)
     for device, speed in ((DEVICES["h200"], 10), (board, 0), (board, float("inf"))):
@@ -476,28 +493,58 @@ def test_every_part_has_candidates_that_divide_its_columns(checkpoint: Callable[
 
 
 def measured_by_bits(self: Probe) -> Iterator[Divergences]:
-    """In place of a probe: half grids lose a little less than zero points."""
+    """In place of a probe: half grids lose a little less than zero points, and trellises half as much."""
+    of_kind = {"int": 0.01, "half": 0.009, "trellis": 0.005}
     for part in self.missing:
-        lost = {codec.name: (0.009 if codec.kind == "half" else 0.01) / (2**codec.bits - 1) ** 2 for codec in self.grid(part)}
-        yield {part.name: lost}
+        yield {part.name: {codec.name: of_kind[codec.kind] / (2**codec.bits - 1) ** 2 for codec in self.grid(part)}}
 
 
 @pytest.mark.exhaustive
 def test_a_budget_near_two_bits_takes_half_grids(folder: Path, tmp_path: Path) -> None:
     """Measured like all else: of every part, in groups of 64, and in others where they are chosen most."""
-    found = allocate(plan_of(folder, Budget("bits", 2.4)), silent, pytest.fail)
+    found = allocate(plan_of(folder, Budget("bits", 2.4, trellises=False)), silent, pytest.fail)
     assert all("i2 g64 half" in measured for measured in found.frontier.measured.values())
     assert any(name.endswith(" half") for name in found.point.names.values())
-    zeros = allocate(plan_of(folder, Budget("bits", 2.4, half_grids=False)), silent, pytest.fail)
+    zeros = allocate(plan_of(folder, Budget("bits", 2.4, half_grids=False, trellises=False)), silent, pytest.fail)
     assert zeros.point.kl > found.point.kl
     file = carry_out(found.plan, tmp_path / "a.edgeq", silent).file
     assert {name: linear.weights[0].codec.name for name, linear in file.metadata.linears.items()} == found.point.names
     measured = file.metadata.provenance["measured"]
     assert isinstance(measured, dict) and 0 < measured["kl"] < 2 * found.point.kl
+    # In as many bits, or fewer than two, a trellis of every part.
+    rings = allocate(plan_of(folder, Budget("bits", 2.4)), silent, pytest.fail)
+    assert rings.point.kl < found.point.kl and "trellis" in {codec.kind for codec in rings.point.codecs.values()}
+
+
+def test_scales_that_are_learned_leave_trellises_out_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Probe, "run", measured_by_bits)
+    lines, kinds = list[str](), dict[bool, set[str]]()
+    for tune in (False, True):
+        plan = preflight(str(folder), replace(SMALL, budget=Budget("bits", 2.4), tune=tune or None))
+        kinds[tune] = {codec.kind for codec in allocate(plan, silent, lines.append).point.codecs.values()}
+    assert "trellis" in kinds[False] and kinds[True] == {"int", "half"}
+    assert len(lines) == 1 and lines[0].startswith("t1, t2 and t3 are left out: --tune")
+
+
+def test_bytes_leave_out_what_a_trellis_beats_and_time_leaves_out_nothing(folder: Path) -> None:
+    def names(budget: Budget) -> set[str]:
+        return {codec.name for part in plan_of(folder, budget).parts() for codec in part.candidates() if codec.group_size == 64}
+
+    more = {f"i{bits} g64 zero" for bits in range(4, 9)}
+    few, trellises = {"i2 g64 zero", "i3 g64 zero", "i2 g64 half"}, {f"t{bits} g64 s4" for bits in (1, 2, 3)}
+    assert names(Budget("read", 1e6)) == more | trellises
+    assert names(Budget("seconds", 1e-3)) == more | trellises | few
+    assert names(Budget("read", 1e6, trellises=False)) == more | few
+    # As many rows in a block as the runtime has.
+    item = plan_of(folder).parts()[0].items[0]
+    odd = AllocationPart("layers.0.qkv", (replace(item, tensors=(("q", 24), ("k", 16))),), 0, Fraction(1))
+    assert {codec.name for codec in odd.candidates() if codec.group_size == 64} == more | few
+    even = replace(odd, items=(replace(item, tensors=(("q", 16), ("k", 24))),))
+    assert {codec.name for codec in even.candidates() if codec.group_size == 64} == more | trellises
 
 
 @pytest.mark.parametrize("gpu_first", [False, True])
-def test_a_budget_for_a_gpu_takes_no_half_grid(
+def test_a_budget_for_a_gpu_takes_no_half_grid_and_no_trellis(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_first: bool
 ) -> None:
     """Whatever was measured before for other devices."""
@@ -508,4 +555,4 @@ def test_a_budget_for_a_gpu_takes_no_half_grid(
         given = {"method": None, "calibration_rows": 8, "calibration_length": 128, "average_bits": 2.4, "save_plan": saved}
         command.convert(str(folder), None, device, True, given)
         chosen[device] = {Codec.named(name).kind for name in json.loads(saved.read_text()).values()}
-    assert chosen["jetson-orin-nano-8gb"] == {"int"} and "half" in chosen["raspberry-pi-5"]
+    assert chosen["jetson-orin-nano-8gb"] == {"int"} and "trellis" in chosen["raspberry-pi-5"]

@@ -76,7 +76,7 @@ def test_a_divergence_that_is_no_number_is_refused_by_part_and_codec(
         lambda plan, exact, ends: [0.1, value] + [0.1] * (len(ends) - 2),
     )
     layers = Probe(plan, plan.parts(), lambda part: part.candidates()[:2], probe_rows(plan), silent).run()
-    with pytest.raises(CheckpointError, match=r"layers.0.qkv in i2 g32 zero the KL divergence .* --plan"):
+    with pytest.raises(CheckpointError, match=r"layers.0.qkv in i4 g32 zero the KL divergence .* --plan"):
         next(layers)
 
 
