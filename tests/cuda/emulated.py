@@ -201,12 +201,14 @@ class EmulatedKernel:
 
 class EmulatedDevice:
     """launches   how many kernels ran, by symbol;  replays: how many recordings that have no marks
+    held       blocks of threads of any kernel that a multiprocessor is to hold
     started    recordings whose steps were not done yet
     on_load    of all of them: is told which kernels are loaded
     clock      what marks note: 1/16 s more each time that it is asked, whatever else the machine does
     """
 
     name, sm, multiprocessors, integrated = "emulated", 87, 8, False
+    held = 4
     on_load: ClassVar[Callable[[list[Variant]], None]] = staticmethod(lambda variants: None)
 
     def __init__(self, order: int = FORWARD) -> None:
@@ -261,6 +263,9 @@ class EmulatedDevice:
             library = compiled(translated(generated), generated.variant.symbol, "-O1", *checks)
             loaded[generated.variant] = EmulatedKernel(generated, ctypes.CDLL(str(library)))
         return loaded
+
+    def blocks_held(self, kernel: Kernel) -> int:
+        return self.held
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
         assert isinstance(kernel, EmulatedKernel)

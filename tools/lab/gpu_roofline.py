@@ -30,6 +30,7 @@ from edgeq.tools.measure.random_file import bytes_per_token, with_layers, write_
 
 if TYPE_CHECKING:
     from edgeq.targets.cuda.run.plan import Product
+    from edgeq.targets.cuda.supply.pack import Variant
 
 CODEC = Codec("int", 4, 128)
 MODELS = ("smollm-135m", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
@@ -123,16 +124,24 @@ class InFlight:
 def in_flight(file: ModelFile) -> Iterator[InFlight]:
     """Bytes in flight, for every CUDA device and product.  UnsupportedError: TVM or NVRTC is missing."""
     from edgeq.targets.cuda.device import occupancy
+    from edgeq.targets.cuda.lowering.spread import WARPS
     from edgeq.targets.cuda.run.plan import products
     from edgeq.targets.cuda.supply import build
 
     for device in GPUS:
-        for each in products(decoder(file.metadata), file, OPTIONS, device.multiprocessors):
-            compiled = build.compiled(each.variant, ARCHS)
-            threads = occupancy.threads_of(compiled.generated)
-            held, needed = occupancy.blocks_held(compiled.images[device.isa], threads), occupancy.bytes_needed(device)
-            assert held and needed
-            yield InFlight(device, each, held, each.in_flight(held, device.multiprocessors, threads), needed)
+        needed = occupancy.bytes_needed(device)
+        assert needed
+
+        def held(variant: Variant, device: DeviceSpec = device) -> int:
+            compiled = build.compiled(variant, ARCHS)
+            found = occupancy.blocks_held(compiled.images[device.isa], occupancy.threads_of(compiled.generated))
+            assert found
+            return found
+
+        for each in products(decoder(file.metadata), file, OPTIONS, device.multiprocessors, held):
+            resident = held(each.variant)
+            asked = each.in_flight(resident, device.multiprocessors, 32 * WARPS)
+            yield InFlight(device, each, resident, asked, needed)
 
 
 @dataclass(frozen=True)

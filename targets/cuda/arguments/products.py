@@ -139,17 +139,17 @@ class FusedInputArguments(Arguments, run=()):
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadArguments(Arguments, run=()):
-    """How a fused product is spread.
+    """How a fused product is spread: 0 is left open until its kernel is loaded.
 
     ctas     blocks of threads;  each: blocks of 16 output channels of one
     most     blocks of 16 output channels, where gated of either factor
     ahead    rounds of input channels of these blocks, one block after another, that are asked for before they are multiplied
     """
 
-    ctas: Int32
-    each: Int32
     most: Int32
-    ahead: Int32
+    ctas: Int32 = 0
+    each: Int32 = 0
+    ahead: Int32 = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,10 @@ class Device(Protocol):
         """Kernels made ready to launch.  UnsupportedError: the device does not take their image."""
         ...
 
+    def blocks_held(self, kernel: Kernel) -> int:
+        """Blocks of threads of a kernel, as large as it is launched with, that a multiprocessor holds at once."""
+        ...
+
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
         """Start a kernel over at least one block; `arguments` in the order of its parameters, pointers as addresses."""
         ...

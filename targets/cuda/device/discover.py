@@ -92,7 +92,8 @@ def has_gpu() -> bool:
 
 
 def _ask() -> Gpus:
-    from edgeq.targets.cuda.device.driver import DriverDevice, bindings, called, version_text
+    from edgeq.targets.cuda.device.calls import bindings, called, version_text
+    from edgeq.targets.cuda.device.driver import DriverDevice
 
     cuda = bindings()
     try:

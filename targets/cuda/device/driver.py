@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from edgeq.errors import DeviceError, ResourceError, UnsupportedError
 from edgeq.system import machine
 from edgeq.targets.cuda.device.arguments import packed
+from edgeq.targets.cuda.device.calls import DriverError, bindings, called, version_text
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
 from edgeq.targets.cuda.supply.nvrtc import arch_for
-from edgeq.targets.cuda.supply.pack import Generated, Variant
+from edgeq.targets.cuda.supply.pack import Generated, Variant, whole
 
 STAGING = 32 << 20
 """Bytes of the pinned buffer."""
@@ -41,31 +42,6 @@ REFUSED_IMAGES = {
     f"CUDA_ERROR_{name}"
     for name in ("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "UNSUPPORTED_PTX_VERSION", "INVALID_PTX", "JIT_COMPILER_NOT_FOUND")
 }
-
-
-def bindings() -> Any:
-    """cuda.bindings.driver, which is imported when a GPU is first asked for.  ImportError: it is not installed."""
-    from cuda.bindings import driver
-
-    return driver
-
-
-def called(cuda: Any, function: str, *arguments: Any) -> Any:
-    """The value of a function of the driver; of several a tuple.  DeviceError, with the driver's words: it failed."""
-    result, *values = getattr(cuda, function)(*arguments)
-    if result != cuda.CUresult.CUDA_SUCCESS:
-        raise DriverError(cuda, function, result)
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-class DriverError(DeviceError):
-    """name   of the error, as the driver calls it"""
-
-    def __init__(self, cuda: Any, function: str, result: Any) -> None:
-        self.name = str(getattr(result, "name", result))
-        _, text = cuda.cuGetErrorString(result)
-        words = text.decode(errors="replace") if isinstance(text, bytes) else "unknown error"
-        super().__init__(f"the GPU failed in {function}: {words} ({self.name}); close the model and load it again")
 
 
 class DriverMemory:
@@ -277,6 +253,12 @@ class DriverDevice:
         return loaded
 
     @alone
+    def blocks_held(self, kernel: Kernel) -> int:
+        assert isinstance(kernel, DriverKernel)
+        threads = whole(kernel.generated.block[0], {})
+        return int(self._call("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel.function, threads, 0))
+
+    @alone
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None:
         assert isinstance(kernel, DriverKernel)
         values = packed(kernel.generated.parameters, arguments)
@@ -393,8 +375,3 @@ def _bytes(data: NDArray[Any]) -> NDArray[np.uint8]:
     if not data.flags.c_contiguous:
         raise ValueError("not a contiguous array")
     return data.reshape(-1).view(np.uint8)
-
-
-def version_text(version: int) -> str:
-    """12.6 for 12060."""
-    return f"{version // 1000}.{version % 1000 // 10}"

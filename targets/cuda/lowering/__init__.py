@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgeq.targets.cuda.lowering import attention, experts, fused, layers, linear
-from edgeq.targets.cuda.lowering.context import Lowered, Lowering, Tuning, refuse
+from edgeq.targets.cuda.lowering.context import Lowered, Lowering, refuse
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.graph import (
     Activate,
@@ -33,8 +33,6 @@ from edgeq.targets.graph import (
 from edgeq.targets.requantization import SharedInput, WeightSource
 from edgeq.targets.target import Options
 
-DEFAULT = Tuning()
-
 
 def lower(
     graph: Graph,
@@ -42,8 +40,6 @@ def lower(
     options: Options,
     source: WeightSource = "file",
     inputs: tuple[SharedInput, ...] = (),
-    *,
-    tuning: Tuning = DEFAULT,
 ) -> Lowering:
     """The launches of a run in the mode of the options, in `found`, and what such runs have to send.
 
@@ -53,13 +49,13 @@ def lower(
     """
     if graph.states:
         refuse("layers with a state")
-    lowering = Lowering(graph, storage, options, source, inputs, tuning)
+    lowering = Lowering(graph, storage, options, source, inputs)
     at = 0
     while at < len(graph.operations):
         at += _lower_next(lowering, at)
     # Masters are read with a prompt, and rows without tokens are those of a picture: neither are few.
     if source != "masters" and any(isinstance(op, Embed) for op in graph.operations):
-        patterns = Lowering(graph, storage, options, source, inputs, tuning)
+        patterns = Lowering(graph, storage, options, source, inputs)
         at = 0
         while at < len(graph.operations):
             at += _lower_next(patterns, at, patterns=True)

@@ -33,7 +33,8 @@ FEW_ROWS = 16
 class Tuning:
     """How fused products are spread over a GPU; the results have the same bits by any.
 
-    resident    blocks of threads that a multiprocessor runs side by side: as many are started, where there is work for them
+    resident    blocks of threads that a multiprocessor runs side by side, where it holds as many: so many are started, if there
+                is work for them
     in_flight   bytes of weights that a multiprocessor is to have asked for: half as much again as one of an H200 needs to keep
                 its share of the memory busy (docs/cuda-speed.md); of the devices that edgeq knows none needs more
     per_block   blocks of 16 output channels that a block of threads takes at most
@@ -177,7 +178,6 @@ class Lowering:
     options: Options
     source: WeightSource
     inputs: tuple[SharedInput, ...]
-    tuning: Tuning = Tuning()
     stage: int = 0
     by_operation: list[Lowered] = field(default_factory=list)
     fused: list[Lowered] = field(default_factory=list)

@@ -2,7 +2,8 @@
 
 A launch is a product with the norm, order, scale and quantization of its input before it, and after it the residual, an
 activation, or the operations on heads and the cache.  A norm is left out where all that read its result are such products.
-What no pattern takes stays as it is, and both give the same bits.
+What no pattern takes stays as it is, and both give the same bits.  Over how many blocks of threads a product is spread is found
+out when its kernel is loaded (spread.py).
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from edgeq.format.quantization import activation_block
-from edgeq.format.records import ArrayRef, LinearSpec
+from edgeq.format.records import ArrayRef
 from edgeq.targets.cuda.arguments.heads import FusedHeadsArguments, RotaryArguments
 from edgeq.targets.cuda.arguments.products import FusedArguments, FusedBlockArguments, FusedInputArguments, SpreadArguments
 from edgeq.targets.cuda.arguments.weights import LAYER, RMS, LowRankPartArguments, NormArguments
-from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.lowering.attention import layer_of_cache, rotary
 from edgeq.targets.cuda.lowering.context import FACTORS, Input, Launch, Lowered, Lowering, Output
 from edgeq.targets.cuda.lowering.linear import NO_NORM, launches_of, low_rank, low_rank_part, prepared, stored
@@ -35,8 +35,6 @@ from edgeq.targets.graph import (
     RopeRotate,
 )
 
-WARPS = 4
-"""Warps of a block of threads."""
 ROWS, MAX_HEAD = 16, 256
 """Output channels of a block of the file; dimensions of a head."""
 
@@ -99,29 +97,7 @@ def taken(op: Linear) -> bool:
 
 def plain(lowering: Lowering, op: Linear) -> list[Launch]:
     out = Output(lowering.buffer(op.out) + 4 * op.offset, lowering.graph.buffers[op.out], op.add)
-    spread = spread_over(lowering, op.linear, -(-op.linear.rows // ROWS), lowering.tuning.per_block)
-    return launched(lowering, op, "fused_rows", (), out=out, spread=spread)
-
-
-def spread_over(lowering: Lowering, layer: LinearSpec, blocks: int, most: int, factors: int = 1) -> SpreadArguments:
-    """So many blocks of the file for a block of threads that all of these run at once, if that is not more than `most`.
-
-    factors   2: as many blocks again for the gate's other factor
-    """
-    each = max(1, min(most, -(-blocks // (lowering.storage.device.multiprocessors * lowering.tuning.resident))))
-    ctas = -(-blocks // each)
-    return SpreadArguments(ctas=ctas, each=each, most=blocks, ahead=ahead(lowering, layer, ctas, each * factors))
-
-
-def ahead(lowering: Lowering, layer: LinearSpec, ctas: int, blocks: int) -> int:
-    """How many rounds of the `blocks` of a block of threads are asked for before they are multiplied, so that a multiprocessor
-    has `in_flight`, and the L2 cache no more than that; where there are too few blocks of threads for that, all."""
-    weight = layer.weights[0]
-    codec, group = weight.codec, activation_block(weight.codec)
-    wanted, held = lowering.tuning.in_flight, min(lowering.tuning.resident, ctas / lowering.storage.device.multiprocessors)
-    rounds = blocks * -(-weight.columns // occupancy.channels_of_round(group, WARPS))
-    enough = (n for n in range(1, rounds) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= wanted)
-    return next(enough, rounds)
+    return launched(lowering, op, "fused_rows", (), out=out, spread=SpreadArguments(most=-(-op.linear.rows // ROWS)))
 
 
 def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
@@ -136,9 +112,7 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
         return [], 0
     if lowering.graph.readers(at + 2, op.out):
         return [], 0
-    most, factors = lowering.tuning.per_block, 2 if act.gated else 1
-    out = Output(lowering.buffer(act.out), act.width, False)
-    spread = spread_over(lowering, op.linear, -(-act.width // ROWS), max(1, most // factors), factors)
+    out, spread = Output(lowering.buffer(act.out), act.width, False), SpreadArguments(most=-(-act.width // ROWS))
     return launched(lowering, op, "fused_activate", (act.function, act.gated), out=out, spread=spread), 2
 
 
@@ -196,10 +170,7 @@ def heads(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
     launches = list[Launch]()
     for op in parts:
         out = Output(lowering.buffer(op.out) + 4 * op.offset, lowering.graph.buffers[op.out], False)
-        ctas, each = op.linear.rows // size, size // ROWS
-        spread = SpreadArguments(
-            ctas=ctas, each=each, most=op.linear.rows // ROWS, ahead=ahead(lowering, op.linear, ctas, each)
-        )
+        spread = SpreadArguments(ctas=op.linear.rows // size, each=size // ROWS, most=op.linear.rows // ROWS)
         made = replace(common, first=op.offset // size)
         launches += launched(lowering, op, "fused_heads", (kv.kind, bool(turns)), out=out, spread=spread, made=made)
     return launches, end + 1 - at

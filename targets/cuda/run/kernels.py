@@ -21,12 +21,19 @@ class ProgramKernels:
         """pool   the address from which page tables count"""
         self.loaded: dict[Variant, Kernel] = {}
         self._device, self._source, self._pool = device, source, pool
+        self._held: dict[Variant, int] = {}
 
     def load(self, variants: Iterable[Variant], on_progress: OnProgress) -> None:
         """UnsupportedError: one is missing, or the device does not take it."""
         missing = [variant for variant in dict.fromkeys(variants) if variant not in self.loaded]
         generated = self._source(missing, lambda done, label: on_progress(done, len(missing), f"kernel {label}"))
         self.loaded.update(self._device.load(generated))
+
+    def held(self, variant: Variant) -> int:
+        """Blocks of threads of a kernel that a multiprocessor holds at once."""
+        if variant not in self._held:
+            self._held[variant] = self._device.blocks_held(self.loaded[variant])
+        return self._held[variant]
 
     def check(self, lowered: Iterable[Lowered]) -> None:
         """ValueError: a launch does not have a number that its kernel asks for, which would be found out when it runs."""

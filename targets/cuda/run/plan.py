@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from edgeq.format.records import Mode
 from edgeq.targets.cuda.arguments.products import FusedArguments
 from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
-from edgeq.targets.cuda.lowering.fused import WARPS
+from edgeq.targets.cuda.lowering.spread import WARPS
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.supply import OnKernel
@@ -38,12 +38,17 @@ class _Named:
 
 
 class NoDevice:
-    """A device whose memory is addresses, and whose kernels are names."""
+    """A device whose memory is addresses, and whose kernels are names.
+
+    held   blocks of threads of a kernel that a multiprocessor has room for
+    """
 
     name, sm = "a GPU that is not here", 0
 
-    def __init__(self, integrated: bool = False, multiprocessors: int = 1) -> None:
-        self.integrated, self.multiprocessors = integrated, multiprocessors
+    def __init__(
+        self, integrated: bool = False, multiprocessors: int = 1, held: Callable[[Variant], int] = lambda variant: 1
+    ) -> None:
+        self.integrated, self.multiprocessors, self._held = integrated, multiprocessors, held
         self._next = ALIGNMENT
 
     def memory(self) -> tuple[int, int]:
@@ -62,6 +67,9 @@ class NoDevice:
 
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
         return {each.variant: _Named(each) for each in kernels}
+
+    def blocks_held(self, kernel: Kernel) -> int:
+        return self._held(kernel.generated.variant)
 
     def launch(self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], arguments: Sequence[int | float]) -> None: ...
 
@@ -141,9 +149,15 @@ class Product:
         )
 
 
-def products(graph: Graph, file: ModelFile, options: Options, multiprocessors: int) -> list[Product]:
-    """The different ones of a decoded token, as their launches have them.  UnsupportedError: as CudaTarget.compile."""
-    program = CudaProgram(NoDevice(multiprocessors=multiprocessors), graph, file, options, kernel_source=names_only)
+def products(
+    graph: Graph, file: ModelFile, options: Options, multiprocessors: int, held: Callable[[Variant], int]
+) -> list[Product]:
+    """The different ones of a decoded token, as their launches have them.  UnsupportedError: as CudaTarget.compile.
+
+    held   blocks of threads of a kernel that a multiprocessor has room for
+    """
+    device = NoDevice(multiprocessors=multiprocessors, held=held)
+    program = CudaProgram(device, graph, file, options, kernel_source=names_only)
     found: dict[tuple[object, ...], Product] = {}
     for each in program.launches_of_a_token():
         if not isinstance(each.operation, Linear) or not isinstance(each.arguments, FusedArguments):

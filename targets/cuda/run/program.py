@@ -16,10 +16,11 @@ from edgeq.format.records import Mode
 from edgeq.targets.capabilities import Largest
 from edgeq.targets.cuda.device import bandwidth
 from edgeq.targets.cuda.device.device import Device
-from edgeq.targets.cuda.lowering import DEFAULT, lower
+from edgeq.targets.cuda.lowering import lower
 from edgeq.targets.cuda.lowering.context import Launch, Lowering, Routed, Tuning
 from edgeq.targets.cuda.lowering.largest import Chosen, largest, most
 from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
+from edgeq.targets.cuda.lowering.spread import spread
 from edgeq.targets.cuda.run.ahead import RunsAhead
 from edgeq.targets.cuda.run.feed import Feed
 from edgeq.targets.cuda.run.graphs import ROW_CLASSES, Recordings, repeats
@@ -39,6 +40,7 @@ from edgeq.targets.times import RecordsRuns
 
 CHUNK_ROWS = 1024
 """Default maximum rows per run."""
+DEFAULT = Tuning()
 MAX_ROWS = 65535
 """Rows of a run: a launch has no more blocks in its second dimension."""
 
@@ -159,10 +161,12 @@ class CudaProgram(RecordsRuns):
             if source == "masters":
                 self._storage.named("sums", max(4, InputSums(inputs).values.nbytes))
             options = replace(self.options, mode=mode)
-            lowering = lower(self._graph, self._storage, options, source, inputs, tuning=self._tuning)
+            lowering = lower(self._graph, self._storage, options, source, inputs)
             launches = (*lowering.by_operation, *lowering.fused)
             self._kernels.load((variant for each in launches for variant in each.variants), on_progress)
             self._kernels.check(launches)
+            multiprocessors, held = self._device.multiprocessors, self._kernels.held
+            lowering.fused = spread(lowering.fused, self._tuning, multiprocessors, held)
             self._lowered[mode, source] = lowering
         return self._lowered[mode, source]
 

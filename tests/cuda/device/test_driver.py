@@ -18,7 +18,7 @@ import pytest
 
 from edgeq.targets.cuda.device import discover
 from edgeq.targets.cuda.device.arguments import packed
-from edgeq.targets.cuda.supply.pack import Parameter
+from edgeq.targets.cuda.supply.pack import Parameter, Variant
 from edgeq.targets.target import Absence
 from tests.cuda import imitated
 
@@ -257,6 +257,28 @@ def test_the_end_of_a_recording_is_waited_for_while_the_next_one_still_runs(tmp_
         """,
     )
     assert found == {"first": [3, 0], "second": [3, 5], "dropped": [3, 5]}
+
+
+@on_an_imitated_gpu
+def test_the_driver_says_how_many_blocks_of_a_kernel_are_held(tmp_path: Path, needs_generator: None) -> None:
+    made = imitated.kernels([Variant("select")], tmp_path / "made")
+    found = on_gpu(
+        tmp_path,
+        """
+        device, variant = driver.DriverDevice(), Variant("select")
+        for threads in (128, 2048):
+            generated = Generated(variant, "select_kernel", "", (), (1, 1, 1), (threads, 1, 1), b".version select_kernel")
+            loaded = device.load([generated])[variant]
+            if threads == 128:
+                found["held"] = device.blocks_held(loaded)
+            else:
+                found["refused"] = failing(device.blocks_held, loaded)
+        """,
+        kernels=made,
+        held=3,
+    )
+    assert found["held"] == 3
+    assert "cuOccupancyMaxActiveBlocksPerMultiprocessor: invalid argument" in str(found["refused"])
 
 
 @on_an_imitated_gpu

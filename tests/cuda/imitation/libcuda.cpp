@@ -1,6 +1,7 @@
 // An imitation of NVIDIA's libcuda.so.1, as much of it as cuda.bindings and edgeq call.  Memory is host memory, and a kernel is
 // the library that the emulator made of the same text.  The environment says what GPU it is:
 //   IMITATED_SM, IMITATED_MEMORY (bytes), IMITATED_DRIVER (12060), IMITATED_COUNT, IMITATED_INTEGRATED
+//   IMITATED_HELD      blocks of threads of any kernel that a multiprocessor holds
 //   IMITATED_KERNELS   folder of NAME.so for each kernel, and NAME.sizes: the bytes of its parameters
 //   IMITATED_CORE      the emulator's own library
 //   IMITATED_CONTEXTS  file to which a line with the process is added whenever a context is made
@@ -344,6 +345,11 @@ int cuModuleGetFunction(Function **function, Module *module, const char *name) {
   for (int size; sizes >> size;) of.push_back(size);
   *function = new Function{name, entry, address("emulated_shared_start"), address("emulated_shared_stop"), of};
   return SUCCESS;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Function *f, int threads, size_t shared) {
+  CALL("cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  if (!f || threads < 1 || threads > 1024 || shared) return INVALID_VALUE;
+  return *blocks = setting("IMITATED_HELD", 4), SUCCESS;
 }
 int cuLaunchKernel(Function *f, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void *stream, void **values, void **extra) {
