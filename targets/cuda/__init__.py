@@ -67,8 +67,8 @@ class CudaTarget:
         from edgeq.targets.cuda.run.plan import device_bytes
 
         device, stream = self._opened(), options.requantize
-        needed = device_bytes(graph, file, options, device.integrated, stream)
-        least = device_bytes(graph, file, replace(options, graphs=False), device.integrated, stream)
+        needed = device_bytes(graph, file, options, device, stream)
+        least = device_bytes(graph, file, replace(options, graphs=False), device, stream)
         saving = f"pass `graphs=False`, which needs {(needed - least) / (1 << 20):,.0f} MiB less" if least < needed else ""
         return MemoryNeed(device.memory()[1], needed, saving)
 
@@ -108,7 +108,7 @@ class CudaTarget:
         """Whether all masters fit beside the context and the requantized weights of a session."""
         from edgeq.targets.cuda.run.plan import device_bytes
 
-        return device_bytes(graph, file, options, device.integrated) + options.cache_bytes <= device.memory()[1]
+        return device_bytes(graph, file, options, device) + options.cache_bytes <= device.memory()[1]
 
     def _gpus(self) -> Gpus:
         if self._known_gpus is None:

@@ -144,12 +144,18 @@ class SpreadArguments(Arguments, run=()):
     ctas     blocks of threads;  each: blocks of 16 output channels of one
     most     blocks of 16 output channels, where gated of either factor
     ahead    rounds of input channels of these blocks, one block after another, that are asked for before they are multiplied
+    shares   of the rounds of input channels: so many times `ctas` blocks of threads
+    sums     f32 [tiles of 8 tokens][ctas][blocks of 16 of one][groups][8][16], written where there are several shares
+    arrived  i32 [tiles of 8 tokens][ctas], 0 before and after
     """
 
     most: Int32
     ctas: Int32 = 0
     each: Int32 = 0
     ahead: Int32 = 0
+    shares: Int32 = 1
+    sums: Address = 0
+    arrived: Address = 0
 
 
 @dataclass(frozen=True, kw_only=True)

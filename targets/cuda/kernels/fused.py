@@ -17,19 +17,20 @@ those of the first.  To both the low-rank part of the layer is added, b inner, w
     low_b, inner, low_kind, rank   of the low-rank part; kind 0: there is none
     ctas, each, most         blocks of threads; output blocks of each, and how many there are, where gated of either factor
     ahead                    rounds of output blocks whose weights are asked for before they are multiplied
+    shares                   of the rounds of input channels; each has blocks of threads of its own
+    sums                     f32 [tile of tokens][block of threads][output block][group][token of the tile][16]: with shares
+                             above 1 the products of groups, which the last share of a block of threads adds in their order
+    arrived                  i32 [tile of tokens][block of threads]: shares that have left theirs, 0 before and after
 """
-
-from dataclasses import dataclass
-from functools import cached_property
 
 from tvm.script import tirx as T
 
+from edgeq.targets.cuda.kernels.block_codec import BlockCodec
 from edgeq.targets.cuda.kernels.epilogue import finishing_heads
 from edgeq.targets.cuda.kernels.low_rank import low_rank_row
-from edgeq.targets.cuda.kernels.product import arithmetic, decoder
 from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channel
-from edgeq.targets.cuda.kernels.quantize_input import quantize_block
 from edgeq.targets.cuda.kernels.rows import functions
+from edgeq.targets.cuda.kernels.shares import add_products, arrive, begin_to_read, end_of, first_of, leave_products
 
 MAX_HEAD = 256
 BLOCKS = {"rows": 8, "activate": 8, "heads": MAX_HEAD // 16}
@@ -37,58 +38,6 @@ BLOCKS = {"rows": 8, "activate": 8, "heads": MAX_HEAD // 16}
 LINE = 128
 """Bytes that the L2 cache fetches at once."""
 POOLS = {"f16": "float16", "int8": "int8", "int4": "uint8"}
-
-
-@dataclass(frozen=True)
-class BlockCodec:
-    """What of a block of weights changes the inner loop; of a round: `steps` of one group, or of a chunk that is two."""
-
-    rule: str
-    bits: int
-    zero: bool
-    integer: bool
-    group: int
-
-    @cached_property
-    def inlines(self):
-        put = quantize_block(self.rule, self.integer, self.group)
-        return put, decoder(self.bits, self.group == 16), *arithmetic(self.integer, self.group == 16)
-
-    @property
-    def center(self):
-        return 1 << (self.bits - 1)
-
-    @property
-    def sum(self):
-        return "uint32" if self.integer else "float32"
-
-    @property
-    def chunks(self):
-        """Chunks of a step."""
-        return max(1, self.group // 32)
-
-    @property
-    def parts(self):
-        """Groups of a step."""
-        return 2 if self.group == 16 else 1
-
-    @property
-    def steps(self):
-        return 2 * WARPS if self.group == 128 else 4 * WARPS
-
-    @property
-    def groups(self):
-        return self.steps * self.parts
-
-    @property
-    def stored(self):
-        """Words of weights of an output block."""
-        return self.steps * self.chunks * self.bits * 16
-
-    @property
-    def words(self):
-        """Words of a chunk of the quantized input of one token."""
-        return 8 if self.integer else 16
 
 
 def fused_rows(rule, *codecs):
@@ -135,12 +84,14 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                bias_: T.handle, low_b_: T.handle, inner_: T.handle,
                y_: T.handle, cos_: T.handle, sin_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
                matrix_: T.handle, rotation_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle,
-               tables_: T.handle, slots_: T.handle, tokens: T.int32, width_in: T.int32, norm: T.int32, ordered: T.int32,
+               tables_: T.handle, slots_: T.handle, sums_: T.handle, arrived_: T.handle,
+               tokens: T.int32, width_in: T.int32, norm: T.int32, ordered: T.int32,
                scaled: T.int32, eps: T.float32, kinds: T.int32, symmetric: T.int32, limit: T.float32, limit2: T.float32,
                columns: T.int32, columns2: T.int32, groups: T.int32, groups2: T.int32, chunks: T.int32, chunks2: T.int32,
                stride: T.int32, stride2: T.int32, rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32,
                low_kind: T.int32, rank: T.int32,
-               ctas: T.int32, each: T.int32, most: T.int32, ahead: T.int32, first: T.int32, heads: T.int32, kv_heads: T.int32,
+               ctas: T.int32, each: T.int32, most: T.int32, ahead: T.int32, shares: T.int32,
+               first: T.int32, heads: T.int32, kv_heads: T.int32,
                head_dim: T.int32, head_normed: T.int32, head_eps: T.float32, pairs: T.int32, layer: T.int32, high: T.int32,
                top: T.float32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
@@ -172,8 +123,10 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         pages = T.match_buffer(pages_, (T.int32(),), "int64")
         tables = T.match_buffer(tables_, (T.int32(),), "int32")
         slots = T.match_buffer(slots_, (T.int32(),), "int32")
+        sums = T.match_buffer(sums_, (T.int32(),), "float32")
+        arrived = T.match_buffer(arrived_, (T.int32(),), "int32")
         T.device_entry()
-        cta, tile = T.cta_id([ctas, T.ceildiv(tokens, TOKENS)])
+        cta, tile, share = T.cta_id([ctas, T.ceildiv(tokens, TOKENS), shares])
         warp = T.warp_id([WARPS])
         lane = T.lane_id([32])
         tid: T.let = warp * 32 + lane
@@ -187,7 +140,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         result = T.alloc_shared((TOKENS * SPAN,), "float32")
         second = T.alloc_shared((TOKENS * SPAN if TWO else 1,), "float32")
         stats = T.alloc_shared((TOKENS * 2,), "float32")
-        sums = T.alloc_shared((TOKENS * WARPS,), "float32")
+        of_warps = T.alloc_shared((TOKENS * WARPS,), "float32")
         rules = T.alloc_shared((TOKENS * 4,), "float32")
         ends = T.alloc_shared((TOKENS * WARPS * 2,), "float32")
         largest = T.alloc_shared((TOKENS * WARPS,), "uint32")
@@ -206,7 +159,10 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         total = T.alloc_local((1,), "float32")
         value = T.alloc_local((1,), "float32")
         turn = T.alloc_local((2,), "int32")  # the round and the output block that are asked for next
+        before = T.alloc_shared((1,), "int32")
+        last = T.alloc_local((1,), "int32")
         blocks: T.let = each * (2 if gated else 1)
+        place: T.let = tile * ctas + cta
 
         @T.inline
         def read(to, n, channel):
@@ -280,7 +236,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         @T.inline
         def ask(code, q, s, z, groups, chunks, stride):
             # What the next turn reads, one round of an output block, comes from memory while others are multiplied.
-            if turn[0] * code.groups < groups:
+            if turn[0] < end_of(share, shares, T.ceildiv(groups, code.groups)):
                 block: T.let = block_of(turn[1], cta, each, most, gated)
                 ask_lines(q, block * (chunks * code.bits * 16) + turn[0] * code.stored,
                           T.min(code.stored, chunks * code.bits * 16 - turn[0] * code.stored), LINE // 4)  # fmt: skip
@@ -296,7 +252,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
 
         @T.inline
         def ask_first(code, q, s, z, groups, chunks, stride):
-            turn[0] = 0
+            turn[0] = first_of(share, shares, T.ceildiv(groups, code.groups))
             turn[1] = 0
             for _ in T.serial(ahead):
                 ask(code, q, s, z, groups, chunks, stride)
@@ -304,7 +260,9 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         @T.inline
         def multiply_rows(code, put, decode, operand_a, operand_b, multiply, scaled, acc, to, q, s, z, start, columns, groups,
                           chunks, stride, limit):  # fmt: skip
-            for r in T.serial(T.ceildiv(groups, code.groups)):
+            for r in T.serial(
+                first_of(share, shares, T.ceildiv(groups, code.groups)), end_of(share, shares, T.ceildiv(groups, code.groups))
+            ):
                 make_form(code, put, r, start, columns, groups, limit)
                 T.cuda.cta_sync()
                 for j in T.serial(blocks):
@@ -312,18 +270,22 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     multiply_block(code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r,
                                    block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
-                    total[0] = T.float32(0)
-                    if r > 0:
-                        total[0] = to[tid % 8 * SPAN + j * 16 + tid // 8]
-                    for i in T.serial(T.min(code.groups, groups - r * code.groups)):
-                        T.ptx.add.rn.f32(total[0], total[0], part[i * 128 + tid])
-                    to[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
+                    held: T.let = T.min(code.groups, groups - r * code.groups)
+                    if not TWO and shares > 1:
+                        leave_products(sums, (place * blocks + j) * groups * 128, r * code.groups, part, held, count, tid)
+                    else:
+                        total[0] = T.float32(0)
+                        if r > 0:
+                            total[0] = to[tid % 8 * SPAN + j * 16 + tid // 8]
+                        for i in T.serial(held):
+                            T.ptx.add.rn.f32(total[0], total[0], part[i * 128 + tid])
+                        to[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
                     T.cuda.cta_sync()
 
         # Before the norm.
         ask_first(one, q, s, z, groups, chunks, stride)
         if norm != 0:
-            norm_rows(x, stats, sums, tile * TOKENS, count, width_in, norm, eps, warp, lane)
+            norm_rows(x, stats, of_warps, tile * TOKENS, count, width_in, norm, eps, warp, lane)
         if rule == "token":
             range_of_rows(read, rules, ends, largest, 0, columns, count, symmetric, limit, warp, lane)
         multiply_rows(
@@ -335,45 +297,57 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 range_of_rows(read, rules, ends, largest, columns, columns2, count, symmetric, limit2, warp, lane)
             multiply_rows(two, *two.inlines, sum_of if two.integer else acc, second, q2, s2, z2, columns, columns2, groups2,
                           chunks2, stride2, limit2)  # fmt: skip
-        for j in T.serial(blocks):
-            at: T.let = tid % 8 * SPAN + j * 16 + tid // 8
-            row: T.let = block_of(j, cta, each, most, gated) * 16 + tid // 8
-            if tid % 8 < count and row < rows:
-                total[0] = result[at]
-                if has_bias != 0:
-                    T.ptx.add.rn.f32(total[0], total[0], bias[row])
-                if add != 0:
-                    T.ptx.add.rn.f32(total[0], y[(tile * TOKENS + tid % 8) * width + row], total[0])
-                if TWO:
-                    T.ptx.add.rn.f32(total[0], total[0], second[at])
-                if low_kind != 0:
-                    low_rank_row(value, low_b, inner, row, tile * TOKENS + tid % 8, rank, low_kind)
-                    total[0] = total[0] + value[0]
-                if after == "rows":
-                    if cta * each + j < most:
-                        y[(tile * TOKENS + tid % 8) * width + row] = total[0]
-                else:
-                    result[at] = total[0]
-        if after == "activate":
-            for j in T.serial(each):
+        last[0] = 1
+        if not TWO and shares > 1:
+            arrive(before, arrived, place, tid)
+            last[0] = T.Cast("int32", before[0] == shares - 1)
+            if last[0] != 0:
+                begin_to_read(arrived, place, tid)
+                for j in T.serial(blocks):
+                    add_products(total, sums, (place * blocks + j) * groups * 128, part, groups, one.groups, count, tid)
+                    result[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
+        if last[0] != 0:
+            for j in T.serial(blocks):
                 at: T.let = tid % 8 * SPAN + j * 16 + tid // 8
-                channel: T.let = (cta * each + j) * 16 + tid // 8
-                if tid % 8 < count and channel < width:
-                    made: T.let = apply(result[at])
-                    if gated:
-                        y[(tile * TOKENS + tid % 8) * width + channel] = made * result[at + each * 16]
+                row: T.let = block_of(j, cta, each, most, gated) * 16 + tid // 8
+                if tid % 8 < count and row < rows:
+                    total[0] = result[at]
+                    if has_bias != 0:
+                        T.ptx.add.rn.f32(total[0], total[0], bias[row])
+                    if add != 0:
+                        T.ptx.add.rn.f32(total[0], y[(tile * TOKENS + tid % 8) * width + row], total[0])
+                    if TWO:
+                        T.ptx.add.rn.f32(total[0], total[0], second[at])
+                    if low_kind != 0:
+                        low_rank_row(value, low_b, inner, row, tile * TOKENS + tid % 8, rank, low_kind)
+                        total[0] = total[0] + value[0]
+                    if after == "rows":
+                        if cta * each + j < most:
+                            y[(tile * TOKENS + tid % 8) * width + row] = total[0]
                     else:
-                        y[(tile * TOKENS + tid % 8) * width + channel] = made
-        if after == "heads":
-            T.cuda.cta_sync()
-            for i in T.serial(TOKENS // WARPS):
-                n: T.let = i * WARPS + warp
-                if n < count:
-                    finish(result, n * SPAN, whole, warp * MAX_HEAD, tile * TOKENS + n, first + cta, heads, kv_heads,
-                           head_dim, head_normed, head_eps, q_gain, k_gain, cos, sin, pairs, matrix, rotation, pool, numbers,
-                           pages, tables, slots, layer, high, top, lane)  # fmt: skip
-                    for c in T.serial(T.ceildiv(head_dim, 32)):
-                        if c * 32 + lane < head_dim:
-                            y[(tile * TOKENS + n) * width + cta * head_dim + c * 32 + lane] = result[n * SPAN + c * 32 + lane]
+                        result[at] = total[0]
+            if after == "activate":
+                for j in T.serial(each):
+                    at: T.let = tid % 8 * SPAN + j * 16 + tid // 8
+                    channel: T.let = (cta * each + j) * 16 + tid // 8
+                    if tid % 8 < count and channel < width:
+                        made: T.let = apply(result[at])
+                        if gated:
+                            y[(tile * TOKENS + tid % 8) * width + channel] = made * result[at + each * 16]
+                        else:
+                            y[(tile * TOKENS + tid % 8) * width + channel] = made
+            if after == "heads":
+                T.cuda.cta_sync()
+                for i in T.serial(TOKENS // WARPS):
+                    n: T.let = i * WARPS + warp
+                    if n < count:
+                        finish(result, n * SPAN, whole, warp * MAX_HEAD, tile * TOKENS + n, first + cta, heads, kv_heads,
+                               head_dim, head_normed, head_eps, q_gain, k_gain, cos, sin, pairs, matrix, rotation, pool,
+                               numbers, pages, tables, slots, layer, high, top, lane)  # fmt: skip
+                        for c in T.serial(T.ceildiv(head_dim, 32)):
+                            if c * 32 + lane < head_dim:
+                                y[(tile * TOKENS + n) * width + cta * head_dim + c * 32 + lane] = result[
+                                    n * SPAN + c * 32 + lane
+                                ]
 
     return fused_

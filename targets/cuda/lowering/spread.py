@@ -14,11 +14,16 @@ from edgeq.format.records import LinearSpec
 from edgeq.targets.cuda.arguments.products import FusedArguments, SpreadArguments
 from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.lowering.context import Launch, Lowered, Tuning
+from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Linear
 
 WARPS = 4
 """Warps of a block of threads."""
+ROWS, TILES = 16, 2
+"""Output channels of a block of the file; tiles of 8 token rows of a run of few."""
+MAX_SUM_BYTES = 64 << 20
+"""Bytes that the shares of a product may leave: one that would leave more is not shared."""
 GATED = 1
 """Which literal of `fused_activate` says that there is a gate."""
 PROLOGUE = 2
@@ -26,22 +31,53 @@ PROLOGUE = 2
 i4 g128 about 3,000 clocks for a round of input channels, of which the product with a block takes 1,100 to 1,700."""
 
 
-def spread(launches: Iterable[Lowered], tuning: Tuning, multiprocessors: int, held: Callable[[Variant], int]) -> list[Lowered]:
-    """The launches with their fused products spread.  held(variant): blocks of threads that a multiprocessor holds of it"""
-    return [_spread(each, tuning, multiprocessors, held) if isinstance(each, Launch) else each for each in launches]
+def spread(
+    launches: Iterable[Lowered], tuning: Tuning, storage: Storage, blocks_held: Callable[[Variant], int]
+) -> list[Lowered]:
+    """The launches with their fused products spread.  blocks_held(variant): blocks of threads that a multiprocessor holds"""
+    return [_spread(each, tuning, storage, blocks_held) if isinstance(each, Launch) else each for each in launches]
 
 
-def _spread(launch: Launch, tuning: Tuning, multiprocessors: int, held: Callable[[Variant], int]) -> Launch:
+def _spread(launch: Launch, tuning: Tuning, storage: Storage, blocks_held: Callable[[Variant], int]) -> Launch:
     arguments, op = launch.arguments, launch.operation
     if not isinstance(arguments, FusedArguments) or not isinstance(op, Linear):
         return launch
-    resident = max(1, min(tuning.resident, held(launch.variant)))
+    resident = max(1, min(tuning.resident, blocks_held(launch.variant)))
     factors = 2 if launch.variant.kernel == "fused_activate" and launch.variant.literals[GATED] else 1
-    made = arguments.spread
+    made, multiprocessors, rounds = arguments.spread, storage.device.multiprocessors, rounds_of(op.linear)
     if not made.each:
         made = divided(made.most, factors, tuning.per_block, multiprocessors * resident)
-    first = ahead(op.linear, made.ctas, made.each * factors, tuning.in_flight, min(resident, made.ctas / multiprocessors))
+    if arguments.second is None:
+        # Room for it does not depend on what is held, which is not known where the memory of a model is predicted.
+        room, fewest = left(arguments, made.most * factors), made.most // (arguments.spread.each or 1)
+        if shared(fewest, rounds, multiprocessors * tuning.resident) > 1 and room <= MAX_SUM_BYTES:
+            made = replace(
+                made,
+                shares=shared(made.ctas, rounds, multiprocessors * resident),
+                sums=storage.named(("sums of shares", room), room),
+                arrived=storage.named("shares that arrived", TILES * multiprocessors * tuning.resident * 4),
+            )
+    mine = made.each * factors * -(-rounds // made.shares)
+    first = ahead(op.linear, mine, tuning.in_flight, min(resident, made.ctas * made.shares / multiprocessors))
     return replace(launch, arguments=replace(arguments, spread=replace(made, ahead=first)))
+
+
+def rounds_of(layer: LinearSpec) -> int:
+    """Rounds of input channels of a layer, of two weight blocks those of the first."""
+    weight = layer.weights[0]
+    return -(-weight.columns // occupancy.channels_of_round(activation_block(weight.codec), WARPS))
+
+
+def shared(ctas: int, rounds: int, places: int) -> int:
+    """How many blocks of threads share the rounds of input channels of one, so that all of them have a place."""
+    each = -(-rounds // max(1, min(rounds, places // ctas)))
+    return -(-rounds // each)
+
+
+def left(arguments: FusedArguments, blocks: int) -> int:
+    """Bytes of what the shares of so many blocks of 16 output channels leave, as a power of two: products of several sizes use
+    the same."""
+    return 1 << (TILES * 8 * blocks * ROWS * arguments.block.groups * 4 - 1).bit_length()
 
 
 def divided(blocks: int, factors: int, most: int, places: int) -> SpreadArguments:
@@ -53,21 +89,21 @@ def divided(blocks: int, factors: int, most: int, places: int) -> SpreadArgument
     places    blocks of threads that the GPU runs side by side
     """
 
-    def taken(each: int) -> int:
-        return -(-blocks // (each * places)) * (each * factors + PROLOGUE)
+    def taken(count: int) -> int:
+        return -(-blocks // (count * places)) * (count * factors + PROLOGUE)
 
-    each = min(range(1, max(1, most // factors) + 1), key=lambda each: (taken(each), -each))
+    each = min(range(1, max(1, most // factors) + 1), key=lambda count: (taken(count), -count))
     return SpreadArguments(ctas=-(-blocks // each), each=each, most=blocks)
 
 
-def ahead(layer: LinearSpec, ctas: int, blocks: int, wanted: int, held: float) -> int:
-    """How many rounds of the `blocks` of a block of threads are asked for before they are multiplied, so that a multiprocessor
-    has `wanted` bytes in flight, and the L2 cache no more than that; where there are too few blocks of threads for that, all.
+def ahead(layer: LinearSpec, rounds: int, wanted: int, resident: float) -> int:
+    """How many of the rounds of a block of threads, of all its output blocks, are asked for before they are multiplied, so that
+    a multiprocessor has `wanted` bytes in flight, and the L2 cache no more than that; where there are too few blocks of threads
+    for that, all.
 
-    held   blocks of threads of a multiprocessor, a mean
+    resident   blocks of threads of a multiprocessor, a mean
     """
     weight = layer.weights[0]
     codec, group = weight.codec, activation_block(weight.codec)
-    rounds = blocks * -(-weight.columns // occupancy.channels_of_round(group, WARPS))
-    enough = (n for n in range(1, rounds) if held * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= wanted)
+    enough = (n for n in range(1, rounds) if resident * occupancy.asked(codec.bits, group, WARPS, n, weight.columns) >= wanted)
     return next(enough, rounds)

@@ -29,7 +29,7 @@ class ProgramKernels:
         generated = self._source(missing, lambda done, label: on_progress(done, len(missing), f"kernel {label}"))
         self.loaded.update(self._device.load(generated))
 
-    def held(self, variant: Variant) -> int:
+    def blocks_held(self, variant: Variant) -> int:
         """Blocks of threads of a kernel that a multiprocessor holds at once."""
         if variant not in self._held:
             self._held[variant] = self._device.blocks_held(self.loaded[variant])

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from edgeq.errors import DeviceError
 from edgeq.format.container import ModelFile
-from edgeq.format.quantization import activation_block
 from edgeq.format.records import Mode
 from edgeq.targets.cuda.arguments.products import FusedArguments
 from edgeq.targets.cuda.device import occupancy
-from edgeq.targets.cuda.device.device import Call, Copy, Kernel, Mark, Memory, Pinned, Recording
-from edgeq.targets.cuda.lowering.spread import WARPS
+from edgeq.targets.cuda.device.device import Call, Copy, Device, Kernel, Mark, Memory, Pinned, Recording
+from edgeq.targets.cuda.lowering.spread import rounds_of
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.supply import OnKernel
@@ -40,15 +39,15 @@ class _Named:
 class NoDevice:
     """A device whose memory is addresses, and whose kernels are names.
 
-    held   blocks of threads of a kernel that a multiprocessor has room for
+    blocks_held   blocks of threads of a kernel that a multiprocessor has room for
     """
 
     name, sm = "a GPU that is not here", 0
 
     def __init__(
-        self, integrated: bool = False, multiprocessors: int = 1, held: Callable[[Variant], int] = lambda variant: 1
+        self, integrated: bool = False, multiprocessors: int = 1, blocks_held: Callable[[Variant], int] = lambda variant: 1
     ) -> None:
-        self.integrated, self.multiprocessors, self._held = integrated, multiprocessors, held
+        self.integrated, self.multiprocessors, self._held = integrated, multiprocessors, blocks_held
         self._next = ALIGNMENT
 
     def memory(self) -> tuple[int, int]:
@@ -108,13 +107,14 @@ def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mo
     return sorted(asked, key=lambda variant: variant.symbol)
 
 
-def device_bytes(graph: Graph, file: ModelFile, options: Options, integrated: bool, stream_masters: bool = False) -> int:
-    """Device memory of a program: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
+def device_bytes(graph: Graph, file: ModelFile, options: Options, device: Device, stream_masters: bool = False) -> int:
+    """Memory of a program on a device: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
     requantized weights of one session if the options ask for them.
 
     UnsupportedError: as CudaTarget.compile.
     """
-    program = CudaProgram(NoDevice(integrated), graph, file, options, kernel_source=names_only, stream_masters=stream_masters)
+    nothing = NoDevice(device.integrated, device.multiprocessors)
+    program = CudaProgram(nothing, graph, file, options, kernel_source=names_only, stream_masters=stream_masters)
     return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
 
 
@@ -123,9 +123,10 @@ class Product:
     """A fused product of a decoded token on a GPU of so many multiprocessors.
 
     columns   input channels of the weights, of two blocks of them those of the first
-    ctas      blocks of threads
+    ctas      blocks of threads, those of all shares of the input channels
     blocks    of 16 output channels that each has
-    rounds    of input channels of all these blocks;  ahead: of these, how many it asks for before it multiplies
+    rounds    of its input channels, of all these blocks;  ahead: of these, how many it asks for before it multiplies
+    shares    blocks of threads that share the input channels;  normed: a norm is computed before
     """
 
     name: str
@@ -136,6 +137,8 @@ class Product:
     blocks: int
     rounds: int
     ahead: int
+    shares: int
+    normed: bool
 
     def in_flight(self, resident_blocks: int, multiprocessors: int, threads: int) -> int | None:
         """Bytes that a multiprocessor has asked for, a mean.  None: all of the product.
@@ -150,13 +153,13 @@ class Product:
 
 
 def products(
-    graph: Graph, file: ModelFile, options: Options, multiprocessors: int, held: Callable[[Variant], int]
+    graph: Graph, file: ModelFile, options: Options, multiprocessors: int, blocks_held: Callable[[Variant], int]
 ) -> list[Product]:
     """The different ones of a decoded token, as their launches have them.  UnsupportedError: as CudaTarget.compile.
 
-    held   blocks of threads of a kernel that a multiprocessor has room for
+    blocks_held   blocks of threads of a kernel that a multiprocessor has room for
     """
-    device = NoDevice(multiprocessors=multiprocessors, held=held)
+    device = NoDevice(multiprocessors=multiprocessors, blocks_held=blocks_held)
     program = CudaProgram(device, graph, file, options, kernel_source=names_only)
     found: dict[tuple[object, ...], Product] = {}
     for each in program.launches_of_a_token():
@@ -165,16 +168,17 @@ def products(
         layer, spread = each.operation.linear, each.arguments.spread
         factors = 2 if each.variant.kernel == "fused_activate" and each.variant.literals[1] else 1
         weight, blocks = layer.weights[0], spread.each * factors
-        of_round = occupancy.channels_of_round(activation_block(weight.codec), WARPS)
         made = Product(
             layer.name.rpartition(".")[2],
             each.variant,
             layer.rows,
             weight.columns,
-            spread.ctas,
+            spread.ctas * spread.shares,
             blocks,
-            blocks * -(-weight.columns // of_round),
+            blocks * -(-rounds_of(layer) // spread.shares),
             spread.ahead,
+            spread.shares,
+            each.arguments.norm.norm != 0,
         )
         found.setdefault((made.variant, made.rows, made.columns), made)
     return list(found.values())

@@ -165,8 +165,7 @@ class CudaProgram(RecordsRuns):
             launches = (*lowering.by_operation, *lowering.fused)
             self._kernels.load((variant for each in launches for variant in each.variants), on_progress)
             self._kernels.check(launches)
-            multiprocessors, held = self._device.multiprocessors, self._kernels.held
-            lowering.fused = spread(lowering.fused, self._tuning, multiprocessors, held)
+            lowering.fused = spread(lowering.fused, self._tuning, self._storage, self._kernels.blocks_held)
             self._lowered[mode, source] = lowering
         return self._lowered[mode, source]
 

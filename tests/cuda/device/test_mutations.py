@@ -152,22 +152,34 @@ def fused(kernel: Generated, order: int) -> np.ndarray:
     return of_fused(kernel, order, 2, 1)["y"]
 
 
-def of_fused(kernel: Generated, order: int, blocks: int, ahead: int) -> dict[str, np.ndarray]:
-    """Twenty groups, more than two rounds, of five tokens after a norm; blocks of output channels, of which two are a head."""
-    rows = 16 * blocks
-    case = product_of(Codec("int", 4, 128, symmetric=not kernel.variant.literals[-3]), False, rows, 2560)
+def shared(kernel: Generated, order: int) -> np.ndarray:
+    """By three shares of one round each, whose counter is as it was."""
+    found = of_fused(kernel, order, 2, 1, shares=3)
+    return found["y"] if not found["arrived"].any() else np.full_like(found["y"], np.nan)
+
+
+def of_fused(kernel: Generated, order: int, blocks: int, ahead: int, shares: int = 1) -> dict[str, np.ndarray]:
+    """2,560 input channels, more than two rounds, of five tokens after a norm; blocks of output channels, of which two are a
+    head; of a gate and its factor as many each."""
+    bits, zero, integer, group = kernel.variant.literals[-4:]
+    gated = kernel.variant.kernel == "fused_activate"
+    width, groups = 16 * blocks, 2560 // int(group)
+    rows = width * (1 + gated)
+    case = product_of(Codec("int", int(bits), int(group), symmetric=not zero), bool(integer), rows, 2560)
     arrays = {
         **case.arrays,
         "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
-        "gain": np.ones(2560, np.float32), "bias": np.ones(rows, np.float32), "y": np.zeros((5, rows), np.float32),
+        "gain": np.ones(2560, np.float32), "bias": np.ones(rows, np.float32), "y": np.zeros((5, width), np.float32),
         **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain", "inner")},
-        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "low_b")},
+        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "low_b", "arrived")},
+        "sums": np.full(rows * groups * 8, np.nan, np.float32),
         "pages": np.zeros(1, np.int64), "pool": np.zeros(1, np.float16),
     }  # fmt: skip
     scalars: dict[str, int | float] = {
-        "tokens": 5, "width_in": 2560, "norm": 1, "ordered": 0, "scaled": 0, "eps": 1e-5, "limit": 0, "columns": 2560,
-        "groups": 20, "chunks": 80, "stride": 1, "rows": rows, "width": rows, "has_bias": 1, "add": 0, "ctas": 1,
-        "each": blocks, "ahead": ahead, "low_kind": 0, "rank": 0,
+        "tokens": 5, "width_in": 2560, "norm": 1, "ordered": 0, "scaled": 0, "eps": 1e-5,
+        "limit": 127 if integer else 0, "columns": 2560,
+        "groups": groups, "chunks": 80, "stride": 1, "rows": rows, "width": width, "has_bias": 1, "add": 0, "ctas": 1,
+        "each": blocks, "ahead": ahead, "shares": shares, "low_kind": 0, "rank": 0,
         "most": blocks, "first": 0, "heads": 1, "kv_heads": 0, "head_dim": 32, "head_normed": 0, "head_eps": 0, "pairs": 0,
         "layer": 0,
     }  # fmt: skip
@@ -177,6 +189,9 @@ def of_fused(kernel: Generated, order: int, blocks: int, ahead: int) -> dict[str
 FUSED = Variant("fused_rows", ("group", 4, False, False, 128))
 ZERO = Variant("fused_rows", ("group", 4, True, False, 128))
 HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
+GATED = Variant("fused_activate", ("silu", True, "group", 8, True, True, 32))
+SHARES = 6
+"""Barriers of a fused product after which those of its shares come."""
 ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
 MATVEC, MATMUL = Variant("matvec", (4, False, False, 128)), Variant("matmul", (4, False, False, 128))
@@ -193,7 +208,14 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("fused: the quantized input of other warps is read too early", FUSED, fused, BARRIER, 4),
     ("fused: products are added before all are there", FUSED, fused, BARRIER, 5),
     ("fused: the next block overwrites what is not yet added", FUSED, fused, BARRIER, 6),
-    ("fused: a head is read before it is there", HEADS, fused, BARRIER, 7),
+    ("fused: a head is read before it is there", HEADS, fused, BARRIER, SHARES + 4),
+    ("fused: a share is told to be there before all threads have left theirs", FUSED, shared, BARRIER, SHARES),
+    ("fused: products of shares are read before all are there", FUSED, shared, BARRIER, SHARES + 2),
+    ("fused: the next block overwrites what is not yet added of shares", FUSED, shared, BARRIER, SHARES + 3),
+    ("fused: how many shares have ended is read too early", FUSED, shared, BARRIER, SHARES + 1),
+    ("fused: a share is told to be there before others can see it", FUSED, shared, FENCE, 0),
+    ("fused: other shares are read before they can be seen", FUSED, shared, FENCE, 1),
+    ("fused: a share does not tell that it is there", FUSED, shared, ARRIVAL, 0),
     ("norm: sums of other warps are read too early", Variant("rms_norm"), norm, BARRIER, 0),
     ("layer norm: the mean is taken before all are added", Variant("layer_norm"), layer_norm, BARRIER, 0),
     ("layer norm: squares of other warps are read too early", Variant("layer_norm"), layer_norm, BARRIER, 1),
@@ -241,14 +263,14 @@ def without(text: str, line: str, place: int) -> str:
     return text[: found[place].start()] + text[found[place].end() :]
 
 
-RUNS = {variant: run for _, variant, run, *_ in MUTATIONS}
+RUNS = list(dict.fromkeys((variant, run) for _, variant, run, *_ in MUTATIONS))
 
 
 @cache
-def right(variant: Variant) -> np.ndarray:
+def right(variant: Variant, run: Run) -> np.ndarray:
     """What the intact kernel computes, in every order of threads."""
     (intact,) = build.kernels([variant])
-    first, *others = (RUNS[variant](intact, order) for order in ORDERS)
+    first, *others = (run(intact, order) for order in ORDERS)
     assert np.isfinite(first).all() and all(np.array_equal(other, first) for other in others)
     return first
 
@@ -256,7 +278,7 @@ def right(variant: Variant) -> np.ndarray:
 @pytest.mark.parametrize(("variant", "run", "line", "place"), CASES)
 def test_a_removed_line_is_noticed(variant: Variant, run: Run, line: str, place: int) -> None:
     (intact,) = build.kernels([variant])
-    mutated, wanted = replace(intact, text=without(intact.text, line, place)), right(variant)
+    mutated, wanted = replace(intact, text=without(intact.text, line, place)), right(variant, run)
     assert any(noticed(mutated, run, order, wanted) for order in ORDERS)
 
 
@@ -274,10 +296,20 @@ def test_a_fence_before_the_barrier_is_not_enough(variant: Variant, run: Run) ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("variant", RUNS, ids=lambda variant: variant.symbol)
-def test_every_access_is_within_its_memory_and_aligned(variant: Variant) -> None:
+@pytest.mark.parametrize(("variant", "run"), RUNS, ids=[f"{run.__name__}-{variant.symbol}" for variant, run in RUNS])
+def test_every_access_is_within_its_memory_and_aligned(variant: Variant, run: Run) -> None:
     (intact,) = build.kernels([variant])
-    assert np.array_equal(RUNS[variant](intact, CHECKED), right(variant))
+    assert np.array_equal(run(intact, CHECKED), right(variant, run))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shares", [2, 3])
+@pytest.mark.parametrize("variant", [ZERO, HEADS, GATED], ids=lambda variant: variant.symbol)
+def test_shares_of_the_input_channels_give_the_bits_of_one_block_of_threads(variant: Variant, shares: int) -> None:
+    """Rounds of which one share has fewer than the others, and a last round that is not whole."""
+    (intact,) = build.kernels([variant])
+    one, several = (of_fused(intact, BACKWARD, 2, 3, shares=count)["y"] for count in (1, shares))
+    assert np.array_equal(one, several) and np.isfinite(one).all() and len(np.unique(one)) > 64
 
 
 @pytest.mark.exhaustive

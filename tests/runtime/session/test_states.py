@@ -337,7 +337,7 @@ def test_a_state_forgets_the_rows_of_a_log_and_no_more() -> None:
 
 
 def test_cuda_refuses_a_graph_with_states_by_name(model: Model) -> None:
-    from edgeq.targets.cuda.run.plan import device_bytes
+    from edgeq.targets.cuda.run.plan import NoDevice, device_bytes
 
     with pytest.raises(UnsupportedError, match="does not have layers with a state yet; run with --target cpu"):
-        device_bytes(model.graph, model.file, model.program.options, True)
+        device_bytes(model.graph, model.file, model.program.options, NoDevice())

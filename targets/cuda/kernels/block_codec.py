@@ -1,0 +1,60 @@
+"""What of a block of weights changes the inner loop of a fused product."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from edgeq.targets.cuda.kernels.product import arithmetic, decoder
+from edgeq.targets.cuda.kernels.prologue import WARPS
+from edgeq.targets.cuda.kernels.quantize_input import quantize_block
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """What of a block of weights changes the inner loop; of a round: `steps` of one group, or of a chunk that is two."""
+
+    rule: str
+    bits: int
+    zero: bool
+    integer: bool
+    group: int
+
+    @cached_property
+    def inlines(self):
+        put = quantize_block(self.rule, self.integer, self.group)
+        return put, decoder(self.bits, self.group == 16), *arithmetic(self.integer, self.group == 16)
+
+    @property
+    def center(self):
+        return 1 << (self.bits - 1)
+
+    @property
+    def sum(self):
+        return "uint32" if self.integer else "float32"
+
+    @property
+    def chunks(self):
+        """Chunks of a step."""
+        return max(1, self.group // 32)
+
+    @property
+    def parts(self):
+        """Groups of a step."""
+        return 2 if self.group == 16 else 1
+
+    @property
+    def steps(self):
+        return 2 * WARPS if self.group == 128 else 4 * WARPS
+
+    @property
+    def groups(self):
+        return self.steps * self.parts
+
+    @property
+    def stored(self):
+        """Words of weights of an output block."""
+        return self.steps * self.chunks * self.bits * 16
+
+    @property
+    def words(self):
+        """Words of a chunk of the quantized input of one token."""
+        return 8 if self.integer else 16
