@@ -77,6 +77,7 @@ class SentBlock:
         self._tables = [(kind.windowed, views[kind], kind.start // POOL_UNIT) for kind in kinds if kind in views]
         self._angles = [(kept, views[each, "cos"], views[each, "sin"]) for each, kept in angles.items()]
         self._wanted = np.arange(rows, dtype=np.int32).tobytes()
+        self._written: list[list[int]] = [[] for _ in self._tables]
 
     def _view(self, name: object, like: NDArray[Any]) -> NDArray[Any]:
         start, nbytes = self._places[name]
@@ -84,6 +85,7 @@ class SentBlock:
 
     def copy(self, sent: Sent) -> None:
         """Write any run.  A mode that was lowered after this was recorded can send more: what has no place is not read."""
+        self._written = [[] for _ in self._tables]
         for name, (start, nbytes) in self._places.items():
             self.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
 
@@ -126,10 +128,13 @@ class SentBlock:
             every += held[: -(-end // PAGE)]
         firsts.append(len(every))
         every += padding
-        for windowed, view, start in self._tables:
+        for table, (windowed, view, start) in enumerate(self._tables):
             parts = [page.windowed if windowed else page.full for page in every]
             # A part that was dropped no row sees.
-            found = np.array([part.address if type(part) is CudaPart else self._base for part in parts], np.int64)
-            view[: len(parts)] = (found - self._base) // POOL_UNIT + start
-            view[len(parts) :] = 0
+            found = [part.address if type(part) is CudaPart else self._base for part in parts]
+            # Of most tokens the pages are those of the one before.
+            if found != self._written[table]:
+                self._written[table] = found
+                view[: len(parts)] = (np.array(found, np.int64) - self._base) // POOL_UNIT + start
+                view[len(parts) :] = 0
         return firsts
