@@ -11,7 +11,7 @@ from edgeq.targets.cuda.device import occupancy
 from edgeq.targets.cuda.lowering.context import Tuning
 from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.tools.lab.gpu_roofline import GPUS, MARGIN, MODELS, Shape, page, shape
+from edgeq.tools.lab.gpu_roofline.page import GPUS, MARGIN, MODELS, Shape, page, shape
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive]
 

@@ -1,20 +1,67 @@
-"""Computed GPU speeds, from the prediction that `edgeq fit` makes; tests/cuda/supply/test_occupancy.py has the whole page."""
+"""Predicted GPU speeds, with numbers written out; tests/cuda/supply/test_occupancy.py has the whole page."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from edgeq.system.devices import DEVICES
-from edgeq.tools.lab.gpu_roofline import BARS, CODEC, MODELS, config_of, speed_up, speeds
-from edgeq.tools.measure.random_file import bytes_per_token
+from edgeq.tools.lab.gpu_roofline.page import BARS, BOARDS, CODEC, MODELS, ONE_BY_ONE, speed_up
+from edgeq.tools.lab.gpu_roofline.prediction import (
+    BETTER,
+    BOARD_HOST,
+    CLOCKS,
+    EXPECTED,
+    HOST,
+    WORSE,
+    ProductWork,
+    Token,
+    product_bounds,
+)
+
+AGX, NANO, H200 = (DEVICES[name] for name in ("jetson-agx-orin-64gb", "jetson-orin-nano-8gb-15w", "h200"))
+WORK = ProductWork("o", 2048, 2048, ctas=64, places=64, blocks=2, rounds=2, shares=1, normed=False, ahead=1e9)
 
 
-def test_speeds_are_those_of_fit_and_fall_with_launches() -> None:
-    device, config = DEVICES["rtx-4090"], config_of("llama-3.2-1b")
-    least, most, (few, many) = speeds(device, config, 100)
-    assert (least, most) == device.decode_range(bytes_per_token(config, CODEC), 0)
-    assert many < few < 1 / device.decode_seconds(bytes_per_token(config, CODEC)) < most
-    assert 1 / many - 1 / few == pytest.approx(400e-6)
+def test_a_product_takes_the_longest_of_its_bytes_its_chain_and_its_instructions() -> None:
+    """Numbers written out: 2.16 MB at 164 GB/s; 3,000 + 3,000 + 4 * 1,090 + 500 clocks of 1.3 GHz."""
+    found = product_bounds(WORK, AGX, CODEC, EXPECTED)
+    assert found.memory == pytest.approx(2048 * 2048 * 4.125 / 8 / (0.8 * 204.8e9))
+    assert found.chain == pytest.approx(10860 / 1.3e9)
+    assert found.issue == pytest.approx(2048 * 2048 * 4.125 / 8 / (16 * 1.3e9 * 4096 / 217))
+    assert (found.seconds, found.name) == (found.memory, "bytes")
+    assert product_bounds(WORK, H200, CODEC, EXPECTED).name == "latency"
+    assert product_bounds(replace(WORK, rows=65536), NANO, CODEC, BETTER).name == "bytes"
+
+
+def test_waves_norms_and_shares_change_the_chain_as_they_do_on_a_gpu() -> None:
+    one = product_bounds(WORK, H200, CODEC, EXPECTED).chain
+    assert product_bounds(replace(WORK, ctas=65), H200, CODEC, EXPECTED).chain == 2 * one
+    assert product_bounds(replace(WORK, normed=True), H200, CODEC, EXPECTED).chain - one == pytest.approx(1600 / 1.83e9)
+    deep = replace(WORK, columns=8192, rounds=8)
+    assert replace(deep, rounds=2, shares=4).chain < deep.chain / 2
+    # A norm is hidden as long as bytes come that were asked for before it.
+    asked, late = (replace(WORK, normed=True, ahead=ahead) for ahead in (1e9, 0))
+    idle = product_bounds(late, AGX, CODEC, EXPECTED).memory - product_bounds(asked, AGX, CODEC, EXPECTED).memory
+    assert idle == pytest.approx(asked.prologue / 1.3e9)
+
+
+def test_a_token_is_the_sum_of_its_launches_and_no_shorter_than_what_the_host_does() -> None:
+    token = Token([WORK, replace(WORK, rows=128256, ctas=64)], layers=3, launches=3 * 2 + 1 + 4, kv_bytes=2048, context=256)
+    gpu, whole = token.seconds(AGX, CODEC, EXPECTED)
+    layer, head = (product_bounds(work, AGX, CODEC, EXPECTED).seconds for work in token.products)
+    attention, others = 4 * 2500 / 1.3e9, 4 * 2000 / 1.3e9
+    assert gpu == pytest.approx(3 * (layer + attention) + head + others + 11 * 2.5e-6)
+    assert whole == pytest.approx(gpu + BOARD_HOST / 64)
+    for assumed, faster in ((WORSE, EXPECTED), (EXPECTED, BETTER)):
+        assert token.seconds(AGX, CODEC, assumed)[1] > token.seconds(AGX, CODEC, faster)[1]
+    small = replace(token, products=[WORK, WORK])
+    assert small.seconds(H200, CODEC, BETTER)[1] == pytest.approx(HOST * 65 / 64)
+
+
+def test_every_board_of_the_page_has_a_clock_and_servers_are_among_them() -> None:
+    assert CLOCKS.keys() == set(BOARDS) and {"h100", "h200"} <= set(BOARDS) and set(ONE_BY_ONE) <= set(MODELS)
 
 
 def test_a_draft_that_costs_a_token_gains_nothing_and_a_free_one_at_most_its_length() -> None:

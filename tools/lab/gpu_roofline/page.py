@@ -1,7 +1,7 @@
-"""Decode speeds of NVIDIA GPUs as bandwidth bounds them: `python -m edgeq.tools.lab.gpu_roofline > docs/cuda-speed.md`.
+"""The page of decode speeds of NVIDIA GPUs.
 
-The predictions are those of `edgeq fit`, from bytes per token and peak bandwidth; beside them launches per token, as the CUDA
-target's lowering gives them, and what others publish of the same boards.
+The launches of a token are those of the CUDA target's lowering, spread by what the compiler says of registers; what each takes
+is in prediction.py.  Beside them is what others publish of the same boards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from edgeq.converters.families.table import recognise
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
@@ -24,7 +22,21 @@ from edgeq.runtime.network.decoder import decoder
 from edgeq.system.devices import DEVICES, DeviceSpec
 from edgeq.targets.cuda.supply.nvrtc import COMPILED_FOR
 from edgeq.targets.target import Options
-from edgeq.tools.cli.entry import Command
+from edgeq.tools.lab.gpu_roofline.prediction import (
+    BETTER,
+    BOARD_HOST,
+    BYTES_PER_CLOCK,
+    CLOCKS,
+    EXPECTED,
+    HOST,
+    PAGE,
+    PAGE_CLOCKS,
+    UNSEEN,
+    WORSE,
+    ProductWork,
+    Token,
+    product_bounds,
+)
 from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
 from edgeq.tools.measure.random_file import bytes_per_token, with_layers, write_random
 
@@ -40,8 +52,8 @@ GPUS = [device for device in DEVICES.values() if device.isa in {f"sm_{sm}" for s
 ARCHS = sorted({device.isa for device in GPUS})
 MARGIN = 1.5
 """Bytes in flight over those that a multiprocessor needs: half as much again, as blocks do not all wait at the same time."""
-LAUNCH_US = (1.0, 5.0)
-"""Microseconds that a launch inside a graph is taken to cost beside its bytes: a range, measured nowhere here."""
+CONTEXT = 256
+"""Positions of the cache that a token of the tables reads."""
 BETAS, GAMMAS = (0.6, 0.7, 0.8, 0.9), (1, 3, 5)
 VERIFY = 1.25
 """Time of a run of up to 8 rows over that of one: what products are to keep to, which read the weights once for 8 rows."""
@@ -76,7 +88,9 @@ BARS = (
     Bar("rtx-4090", "llama-3.2-3b", "llama.cpp Q4_K_M, Vulkan", "335", "A"),
     Bar("rtx-4090", "llama-3.1-8b", "TinyChat, Llama 3", "156", "B"),
 )
-BOARDS = tuple(dict.fromkeys(bar.device for bar in BARS))
+BOARDS = (*dict.fromkeys(bar.device for bar in BARS), "h100", "h200")
+ONE_BY_ONE = ("llama-3.2-1b", "llama-3.1-8b")
+"""Shapes whose products have a table of their own, as the first run on a GPU measures them."""
 
 
 def config_of(name: str) -> ModelConfig:
@@ -132,14 +146,14 @@ def in_flight(file: ModelFile) -> Iterator[InFlight]:
         needed = occupancy.bytes_needed(device)
         assert needed
 
-        def held(variant: Variant, device: DeviceSpec = device) -> int:
+        def resident_of(variant: Variant, device: DeviceSpec = device) -> int:
             compiled = build.compiled(variant, ARCHS)
             found = occupancy.blocks_held(compiled.images[device.isa], occupancy.threads_of(compiled.generated))
             assert found
             return found
 
-        for each in products(decoder(file.metadata), file, OPTIONS, device.multiprocessors, held):
-            resident = held(each.variant)
+        for each in products(decoder(file.metadata), file, OPTIONS, device.multiprocessors, resident_of):
+            resident = resident_of(each.variant)
             asked = each.in_flight(resident, device.multiprocessors, 32 * WARPS)
             yield InFlight(device, each, resident, asked, needed)
 
@@ -159,11 +173,39 @@ def shape(name: str) -> Shape:
         return Shape(config, launches(config, made), list(in_flight(made[0])))
 
 
-def speeds(device: DeviceSpec, config: ModelConfig, count: int) -> tuple[float, float, list[float]]:
-    """Tokens per second by `edgeq fit`'s shares of the bandwidth, least and most; and expected with each of LAUNCH_US."""
-    read = bytes_per_token(config, CODEC)
-    seconds = device.decode_seconds(read)
-    return *device.decode_range(read, 0), [1 / (seconds + count * us * 1e-6) for us in LAUNCH_US]
+def work_of(row: InFlight) -> ProductWork:
+    each = row.product
+    whole = each.rows * each.columns * CODEC.bits / 8
+    ahead = whole if row.asked is None else row.asked * row.device.multiprocessors
+    places, rounds = row.resident * row.device.multiprocessors, each.rounds // each.blocks
+    return ProductWork(
+        each.name, each.rows, each.columns, each.ctas, places, each.blocks, rounds, each.shares, each.normed, ahead
+    )
+
+
+def token_of(whole_model: Shape, device: DeviceSpec) -> Token:
+    config = whole_model.config
+    kv_bytes = 2 * config.num_key_value_heads * config.head_dim * 2
+    works = [work_of(row) for row in whole_model.asked if row.device is device]
+    return Token(works, config.num_hidden_layers, whole_model.launches, kv_bytes, CONTEXT)
+
+
+def decode_line(device: DeviceSpec, model: str, whole_model: Shape) -> str:
+    token, read = token_of(whole_model, device), bytes_per_token(whole_model.config, CODEC)
+    (gpu, whole), *ends = (token.seconds(device, CODEC, assumed) for assumed in (EXPECTED, WORSE, BETTER))
+    least, most = (1 / seconds for _, seconds in ends)
+    bar = next((bar for bar in BARS if (bar.device, bar.model) == (device.name, model)), None)
+    told = f"{bar.tokens} ({bar.runtime}) | {bar.trust}" if bar else "|"
+    shown = f"{device.bandwidth / 1e9:.1f} | {CLOCKS[device.name] / 1e9:.2f} | {model}"
+    times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in (read / device.bandwidth, gpu, whole))
+    speeds = f"{100 * read / device.bandwidth / whole:.0f} % | {1 / whole:,.0f} | {least:,.0f} to {most:,.0f}"
+    return f"| {device.name} | {shown} | {times} | {speeds} | {told} |"
+
+
+def product_line(device: DeviceSpec, model: str, work: ProductWork) -> str:
+    found = product_bounds(work, device, CODEC, EXPECTED)
+    times = " | ".join(f"{1e6 * seconds:.1f}" for seconds in (found.memory, found.chain, found.issue))
+    return f"| {device.name} | {model} | {work.name} | {work.ctas} | {work.shares} | {work.waves} | {times} | {found.name} |"
 
 
 def speed_up(beta: float, gamma: int, draft: float, verify: float) -> float:
@@ -185,39 +227,62 @@ def page(shapes: Mapping[str, Shape]) -> Iterator[str]:
     from edgeq.targets.cuda.device.occupancy import LATENCY
 
     configs = {name: each.config for name, each in shapes.items()}
-    low, high = LAUNCH_US
-    yield f"""# Speed on NVIDIA GPUs, computed
+    yield f"""# Speed on NVIDIA GPUs, predicted
 
 **Every number of edgeq on this page is computed. Nothing has run on these boards.** This page is the output of
-`python -m edgeq.tools.lab.gpu_roofline`. Weights are {CODEC.name} everywhere, the head too; a token reads all of them
-once, at 70 to 90 % of the memory's peak bandwidth: the numbers of `edgeq fit`, without the cache, which a short text has
-little of. Small models take longer than that, as every launch costs time beside its bytes: two columns add {low:g} and
-{high:g} µs for each launch of a token to the expected 75 %. That is a range, not a measurement; published rows of other
-runtimes fit 2 to 3.7 ms beside the bytes of a token on AGX Orin, 4 to 7 on an Orin Nano and 0.5 on a 4090.
+`python -m edgeq.tools.lab.gpu_roofline`; its arithmetic is in `tools/lab/gpu_roofline/prediction.py`. Weights are {CODEC.name}
+everywhere, the head too; a token reads all of them once. It is a prediction, to be compared with measurements number by
+number ([a first run](cuda.md#you-have-a-gpu-a-first-run) makes them): where one is wrong, what it was computed from is
+named here.
 
 | model | MB per token | launches per token |
 |---|---|---|"""
     for name in MODELS:
         yield f"| {name} | {bytes_per_token(configs[name], CODEC) / 1e6:,.0f} | {shapes[name].launches} |"
+    shares = [f"{100 * each.share:.0f}" for each in (WORSE, EXPECTED, BETTER)]
+    gaps, hosts = (
+        [f"{1e6 * each.gap:g}" for each in (WORSE, EXPECTED, BETTER)],
+        [f"{1e6 * each:.0f}" for each in (HOST, BOARD_HOST)],
+    )
     yield f"""
 ## Decode, one text
 
-Tokens per second; *computed* but for the published bars. Trust of those: A, raw output or a published script; B, a
-vendor's table or a careful single report. Most do not state the power mode, and their models are not to the byte those
-of the first column.
+Greedy, {CONTEXT} positions of context. Each launch takes as long as the slowest of three, and a gap until the next one begins:
 
-| device | peak GB/s | model | computed, 70 to 90 % | computed, {low:g} µs | computed, {high:g} µs | published | trust |
-|---|---|---|---|---|---|---|---|"""
+- its bytes at {shares[1]} % of the memory's peak ({shares[0]} to {shares[2]} %), and what its norm and the
+  quantization of its input take longer than the bytes that were asked for before;
+- the chain of a block of threads: norm, quantized input of each round, products one after another with a latency of L2
+  each, times the waves in which its blocks of threads find places;
+- the instructions of all warps, of which a multiprocessor issues four in a clock: {BYTES_PER_CLOCK:.0f} bytes of weights.
+
+Attention takes {PAGE_CLOCKS:,} clocks for a page of {PAGE} positions, one after another. The gap is {gaps[1]} µs
+({gaps[2]} to {gaps[0]}), the clocks are assumed too. The host takes {hosts[0]} µs a token, on a board {hosts[1]}, while the
+GPU works, but for one token in {UNSEEN}: a token is no shorter than that. The share of the peak is that of the bytes of
+weights over the whole token, the duty cycle of the memory. The range has the worse, then the better of the assumed share
+and gap.
+
+Trust of the published bars: A, raw output or a published script; B, a vendor's table or a careful single report. Most do not
+state the power mode, and their models are not to the byte those of the third column.
+
+| device | peak GB/s | GHz | model | bytes, ms | GPU, ms | token, ms | of peak | tokens/s | range | published | trust |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
     for board in BOARDS:
-        device = DEVICES[board]
         for name in MODELS:
-            if device.longest_context(bytes_per_token(configs[name], CODEC), 1) == 0:
-                continue
-            least, most, each = speeds(device, configs[name], shapes[name].launches)
-            bar = next((bar for bar in BARS if (bar.device, bar.model) == (board, name)), None)
-            told = f"{bar.tokens} ({bar.runtime}) | {bar.trust}" if bar else "|"
-            numbers = f"{least:,.0f} to {most:,.0f} | {each[0]:,.0f} | {each[1]:,.0f}"
-            yield f"| {board} | {device.bandwidth / 1e9:.1f} | {name} | {numbers} | {told} |"
+            if DEVICES[board].longest_context(bytes_per_token(configs[name], CODEC), 1):
+                yield decode_line(DEVICES[board], name, shapes[name])
+    yield """
+## Product by product
+
+Expected microseconds of each product of a token by what may bound it; the largest is what it takes. Latency is that of
+all waves; blocks of threads are those of all shares.
+
+| device | model | product | blocks of threads | shares | waves | bytes | latency | instructions | bound by |
+|---|---|---|---|---|---|---|---|---|---|"""
+    for board in BOARDS:
+        for name in ONE_BY_ONE:
+            if DEVICES[board].longest_context(bytes_per_token(configs[name], CODEC), 1):
+                token = token_of(shapes[name], DEVICES[board])
+                yield from (product_line(DEVICES[board], name, work) for work in token.products)
     yield f"""
 ## Bytes in flight
 
@@ -257,13 +322,3 @@ verifies) and gives (1 - β^(γ+1)) / (1 - β) tokens (Leviathan et al. 2023). C
   core has twice the rate of f16 (NVIDIA's data sheets of Ampere and Ada): at most twice as fast.
 - **ResQ** keeps an eighth of the channels at 8 bits: 4.5 bits instead of 4 for weights, decode at {share:.2f} of the speed
   by bytes, and 6 launches a layer instead of 5. Its activations of 4 bits gain nothing at batch 1."""
-
-
-@click.command(cls=Command)
-def main() -> None:
-    """Print docs/cuda-speed.md."""
-    click.echo("\n".join(page({name: shape(name) for name in MODELS})))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Decode speeds of NVIDIA GPUs, predicted."""
