@@ -147,8 +147,9 @@ test-gpu:
 $(addprefix test-gpu-,$(CHECKS)): test-gpu-%:
 	$(call on_gpu,$*,compute-sanitizer --tool $* --error-exitcode 9,-m sanitize)
 
-# All tests that `make test-gpu` runs, on imitated GPUs of these compute capabilities, with an imitated driver and nvidia-smi.
-SM ?= 80,87,89,90,120
+# What `make test-gpu` runs, with an imitated driver and nvidia-smi: all of it on an imitated GPU of the first of these compute
+# capabilities, and on the others the tests that depend on it.
+SM ?= 90,80,87,89,120
 test-gpu-imitated: $(VENV)/installed-test setup-cuda
 	$(BIN)/python -m tests.cuda.imitated $(SM) -q $(PARALLEL)
 

@@ -1,14 +1,15 @@
 """An imitated GPU: cuda.bindings itself, over a libcuda.so.1 that runs kernels on the emulator (imitation/libcuda.cpp).
 
 A process gets it by its environment, so each of these tests is a process: the command line, or a few lines of Python.
-`python -m tests.cuda.imitated 87,90 ...` runs the tests of kernels as on a GPU of each of these compute capabilities, from a
-pack and without TVM and NVRTC; what follows goes to pytest.
+`python -m tests.cuda.imitated 90,87 ...` runs the tests of kernels as on a GPU of the first of these compute capabilities, from
+a pack and without TVM and NVRTC, and on the others those that depend on it; what follows goes to pytest.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from tests.cuda import asked, emulated
 from tests.cuda.first_run import carried
 
 HERE = Path(__file__).parent / "imitation"
+ROOMS = {"models", "operations"}
+"""Those that `--gpu` runs (conftest.py)."""
 SIZES = {"pointer": 8, "int64": 8, "int32": 4, "float32": 4}
 
 
@@ -102,8 +105,15 @@ def run(
     return subprocess.run(command, env=here, capture_output=True, text=True, timeout=600)
 
 
+def of_capability() -> list[Path]:
+    """Files of tests of kernels that name an architecture.  To all others every imitated GPU is the same: it runs what the
+    emulator made of a kernel, whatever the machine code is for."""
+    files = (path for path in sorted(HERE.parent.glob("*/test_*.py")) if path.parent.name in ROOMS)
+    return [path for path in files if re.search(r"\bsm_|\bisa\b|\.sm\b|\bcompute_", path.read_text(encoding="utf-8"))]
+
+
 def main(capabilities: Sequence[int], arguments: Sequence[str]) -> None:
-    """The tests on each, to the end; exits with 1 if any failed."""
+    """All tests on the first, on the others those of `of_capability`, to the end; exits with 1 if any failed."""
     if reason := refusal() or build.refusal():
         sys.exit(reason)
     failed = []
@@ -111,10 +121,11 @@ def main(capabilities: Sequence[int], arguments: Sequence[str]) -> None:
         folder = Path(name)
         made, path = kernels(asked.every(), folder / "kernels"), folder / "pack"
         path.write_bytes(pack(asked.every()))
-        for sm in capabilities:
+        for at, sm in enumerate(capabilities):
+            tests = of_capability() if at else [HERE.parent]
             here = environment(folder / "cache", made, bare=True, sm=sm)
             here["PATH"] = f"{nvidia_smi(folder / 'bin')}:{here['PATH']}"
-            command = [sys.executable, "-m", "pytest", "--gpu", "--pack", str(path), str(HERE.parent), *arguments]
+            command = [sys.executable, "-m", "pytest", "--gpu", "--pack", str(path), *map(str, tests), *arguments]
             print(f"== an imitated GPU of sm_{sm}", flush=True)
             if subprocess.run(command, env=here).returncode:
                 failed.append(sm)

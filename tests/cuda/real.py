@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from types import ModuleType
 from typing import ClassVar
 
@@ -28,6 +29,7 @@ class RealDevice(DriverDevice):
     """In place of an EmulatedDevice; a GPU has its own order of threads.
 
     pack    the only kernels that it has
+    clock   of the host; an emulated device has one that tests turn
     held    what keeps the context of this process while no other device does: to make one takes a third of a second (an
             assumption), and each launch of a test has a device of its own
     """
@@ -41,6 +43,7 @@ class RealDevice(DriverDevice):
         self.order = order
         self.launches: dict[str, int] = {}
         self.replays = 0
+        self.clock = iter(perf_counter, None)
 
     @classmethod
     def hold(cls) -> None:

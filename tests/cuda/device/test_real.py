@@ -87,6 +87,14 @@ def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Pat
     assert {variant.kernel for variant in asked.every()} == set(kinds)
 
 
+def test_what_depends_on_the_architecture_runs_on_every_imitated_one() -> None:
+    found = [path.name for path in imitated.of_capability()]
+    assert "test_program.py" in found and "test_products.py" not in found
+    assert {path.parent.name for path in imitated.of_capability()} <= imitated.ROOMS
+    rooms = {path.parent for path in imitated.HERE.parent.glob("*/test_*.py") if not conftest.without_gpu(path)}
+    assert {path.name for path in rooms} == imitated.ROOMS
+
+
 def test_workers_have_no_compilers_either(tmp_path: Path) -> None:
     test = tmp_path / "test_worker.py"
     test.write_text("import pytest\ndef test(): pytest.raises(ImportError, __import__, 'tvm')\n")
