@@ -57,6 +57,7 @@ def convert(
     pooling: Literal["last", "mean"] | None = None,
     merge_lora: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None,
     restart: bool = False,
     force: bool = False,
@@ -84,6 +85,7 @@ def convert(
     pooling       how a text becomes a vector, where the checkpoint of an embedding model does not say that itself
     merge_lora    the folder of a LoRA adapter, which is added to the weights first
     tokenizer     the folder of a tokenizer.json in place of the one that a GGUF file describes
+    mmproj        the GGUF file of the vision tower, where `source` is a GGUF file
     device        where the calibration text runs; None: a GPU where torch finds one
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
@@ -126,6 +128,7 @@ def convert(
         pooling=pooling,
         merge_lora=None if merge_lora is None else Path(merge_lora),
         tokenizer=None if tokenizer is None else Path(tokenizer),
+        mmproj=None if mmproj is None else Path(mmproj),
         device=device,
         restart=restart,
         force=force,

@@ -146,6 +146,25 @@ def exaone4(keys: GgufKeys) -> Settings:
     return {"layer_types": None} | windows(keys)
 
 
+def rope_sections(keys: GgufKeys) -> list[int]:
+    """Pairs of a head that are rotated by time, by height and by width; a fourth kind is of no model here."""
+    found = keys.integers("rope.dimension_sections", 1 << 16)
+    if len(found) not in (3, 4) or any(found[3:]):
+        raise keys.wrong("rope.dimension_sections", found, "three integers, and 0")
+    return found[:3]
+
+
+def qwen2_vl(keys: GgufKeys) -> Settings:
+    """Without its tower: in a text the three positions are the same."""
+    rope_sections(keys)
+    return no_windows(keys)
+
+
+def qwen3_vl(keys: GgufKeys) -> Settings:
+    keys.integer("n_deepstack_layers", 0)
+    return qwen2_vl(keys)
+
+
 def glm4(keys: GgufKeys) -> Settings:
     return {"attention_bias": keys.has("attn_q.bias")}
 
@@ -221,6 +240,8 @@ ARCHITECTURES = {
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, no_windows, interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA, no_windows),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA | HEAD_NORMS, no_windows),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA, qwen2_vl),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA | HEAD_NORMS, qwen3_vl),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         "phi3",
@@ -309,8 +330,8 @@ def architecture(metadata: Keys, place: str, tensors: Collection[str] = ()) -> t
     if name == "clip" or metadata.get("general.type") in ("mmproj", "adapter"):
         kind = metadata.get("general.type", "mmproj")
         raise UnsupportedError(
-            f"{place}: a file of kind {kind!r:.40}, not a model: give the file of the model itself; pictures need the "
-            "checkpoint in safetensors (docs/vision.md), LoRA adapters the folder of PEFT (docs/adapters.md)"
+            f"{place}: a file of kind {kind!r:.40}, not a model: give the file of the model itself, and that of its tower with "
+            "--mmproj (docs/vision.md); LoRA adapters are read from the folder of PEFT (docs/adapters.md)"
         )
     if name not in ARCHITECTURES:
         raise UnsupportedError(f"{place}: architecture {name!r:.60} is not supported; supported: {', '.join(ARCHITECTURES)}")

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from edgeq.errors import CheckpointError, UnsupportedError
 
 Keys = Mapping[str, Any]
@@ -55,6 +57,20 @@ class GgufKeys:
         found = self.value(key, default)
         if type(found) is not int or not 0 <= found < 1 << 31:
             raise self.wrong(key, found, "an integer")
+        return found
+
+    def integers(self, key: str, below: int) -> list[int]:
+        """An array of integers from 0 to `below`, that one not; an empty one is refused."""
+        found = self.value(key)
+        values = found.tolist() if isinstance(found, np.ndarray) and found.dtype.kind in "iu" else []
+        if not values or min(values) < 0 or max(values) >= below:
+            raise self.wrong(key, found, f"integers from 0 to {below - 1}")
+        return values
+
+    def flag(self, key: str, default: bool) -> bool:
+        found = self.value(key, default)
+        if type(found) is not bool:
+            raise self.wrong(key, found, "true or false")
         return found
 
     def number(self, key: str, default: float | None = None) -> float:

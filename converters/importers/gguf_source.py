@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import weakref
@@ -14,15 +15,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from edgeq.converters.checkpoint.source import StoredTensor
 from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES, HEAD, Architecture, architecture
 from edgeq.converters.importers.gguf_config import config_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
+from edgeq.converters.importers.gguf_keys import Settings
 from edgeq.converters.importers.gguf_tensors import GgufTensor, bytes_of
 from edgeq.converters.importers.gguf_texts import TOKENIZER, write_texts
+from edgeq.converters.importers.gguf_tower_kinds import TOWERS
+from edgeq.converters.importers.gguf_towers import read_tower
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, type_name
 from edgeq.errors import CheckpointError, UnsupportedError
 
 MAX_PARTS = 1024
+PREPROCESSOR = "preprocessor_config.json"
 MAX_FACTORS = 4096
 """Pairs of a head; published models have at most 128."""
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -35,7 +41,7 @@ class GgufSource:
     """An opened file.
 
     texts   a folder that is gone when the source is
-    made_of   all files that it consists of, and the tokenizer that was given with it
+    made_of   all files that it consists of, its tower's too, and the tokenizer that was given with it
     types   how many tensors there are of each
     """
 
@@ -44,34 +50,30 @@ class GgufSource:
     config: Mapping[str, Any]
     texts: Path
     made_of: tuple[Path, ...]
-    stored_tensors: Mapping[str, GgufTensor]
+    stored_tensors: Mapping[str, StoredTensor]
     types: Mapping[str, int]
     notes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def open(cls, path: Path, tokenizer: Path | None = None) -> GgufSource:
+    def open(cls, path: Path, tokenizer: Path | None = None, mmproj: Path | None = None) -> GgufSource:
         """Read all headers, and write what a tokenizer is made of into a temporary folder.
 
         tokenizer   a folder with a tokenizer.json that is taken in place of the file's
+        mmproj      the GGUF file of the vision tower; None: of a model that has one, the language model alone is read
 
         CheckpointError: damaged, a part missing, a tensor missing or too many, a tokenizer that is not the file's.
         UnsupportedError: an architecture, types of tensors, all at once, a tokenizer or a setting of the network.
         """
-        files = _parts(path)
-        metadata, place = files[0].metadata, str(path)
-        kind, keys = architecture(metadata, place, {name for file in files for name in file.tensors})
-        stored = _stored(files, place)
-        config = config_of(kind, keys, {name: tensor.shape for name, tensor in stored.items()}, _small(stored))
-        keys.check_all_read()
-        tensors = _renamed(stored, kind, config, place)
-        types = Counter(type_name(tensor.type) for tensor in stored.values())
-        texts, parts = Path(mkdtemp(prefix="edgeq-gguf-")), [file.path for file in files]
+        network, place = _network(path, mmproj), str(path)
+        texts, parts = Path(mkdtemp(prefix="edgeq-gguf-")), [file.path for file in network.files]
         given = [] if tokenizer is None else [tokenizer / TOKENIZER]
         name, made_of = _PART.sub(r"\1.gguf", path.name), (*parts, *given)
-        source = cls(name, place, config, texts, made_of, tensors, dict(sorted(types.items())))
+        source = cls(name, place, network.config, texts, made_of, network.tensors, dict(sorted(network.types.items())))
         weakref.finalize(source, shutil.rmtree, texts, ignore_errors=True)
         try:
-            write_texts(metadata, texts, tokenizer)
+            write_texts(network.files[0].metadata, texts, tokenizer)
+            if network.preprocessor:
+                (texts / PREPROCESSOR).write_text(json.dumps(network.preprocessor), encoding="utf-8")
         except (CheckpointError, UnsupportedError) as error:
             raise type(error)(f"{place}: {error}") from None
         return source
@@ -82,17 +84,62 @@ class GgufSource:
 
     @property
     def quantized(self) -> bool:
-        return any(tensor.block for tensor in self.stored_tensors.values())
+        return any(tensor.codec for tensor in self.stored_tensors.values())
 
     @property
     def origin(self) -> dict[str, object]:
         return {"format": "gguf", "types": dict(self.types)}
 
-    def tensors(self) -> Mapping[str, GgufTensor]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         return self.stored_tensors
 
     def files(self) -> list[Path]:
         return [*self.made_of]
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What is in the files of a language model and then of its tower, as transformers calls it.
+
+    types         how many tensors there are of each
+    preprocessor  keys of preprocessor_config.json; none without a tower
+    """
+
+    files: list[GgufFile]
+    types: Mapping[str, int]
+    config: Settings
+    tensors: Mapping[str, StoredTensor]
+    preprocessor: Settings
+
+
+def _network(path: Path, mmproj: Path | None) -> _Network:
+    """All but the texts; errors as `GgufSource.open`."""
+    files, place = _parts(path), str(path)
+    metadata = files[0].metadata
+    kind, keys = architecture(metadata, place, {name for file in files for name in file.tensors})
+    stored = _stored(files, place)
+    config = config_of(kind, keys, {name: tensor.shape for name, tensor in stored.items()}, _small(stored))
+    keys.check_all_read()
+    tensors = _renamed(stored, kind, config, place)
+    types = Counter(type_name(tensor.type) for tensor in stored.values())
+    if mmproj is None:
+        return _Network(files, types, config, tensors, {})
+    own = _parts(mmproj)
+    of_tower = _stored(own, str(mmproj))
+    types.update(type_name(tensor.type) for tensor in of_tower.values())
+    tower = read_tower(own[0].metadata, of_tower, str(mmproj), keys, config)
+    return _Network([*files, *own], types, tower.config, {**tensors, **tower.tensors}, tower.preprocessor)
+
+
+def takes_tower(path: Path) -> bool:
+    """Whether there are towers for the language model in a GGUF file; errors as `read_gguf`."""
+    name = read_gguf(path).metadata.get("general.architecture")
+    return any(name in kind.decoders for kind in TOWERS.values())
+
+
+def check_tower(path: Path, mmproj: Path) -> None:
+    """Refuse a tower that does not run with the language model at `path`; errors as `GgufSource.open`."""
+    _network(path, mmproj)
 
 
 def _parts(path: Path) -> list[GgufFile]:

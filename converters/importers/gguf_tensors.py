@@ -108,6 +108,36 @@ class GgufTensor:
         return raw.reshape(count, -1, self.block.nbytes)
 
 
+@dataclass(frozen=True)
+class PatchTensor:
+    """A patch embedding [channels out, 3, frames, rows, columns], of which a file has each frame as a tensor of its own.
+
+    It is read in floats, whatever its type: nothing multiplies in its integers.
+    """
+
+    frames: tuple[GgufTensor, ...]
+    codec: ClassVar[None] = None
+
+    @property
+    def dtype(self) -> str:
+        kinds = {frame.dtype for frame in self.frames}
+        return kinds.pop() if len(kinds) == 1 else "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        outputs, channels, *pixels = self.frames[0].shape
+        # A picture has one frame where the tower knows none.
+        return (outputs, channels, *([len(self.frames)] if len(self.frames) > 1 else []), *pixels)
+
+    def read(self, first: int, count: int, name: str) -> NDArray[np.float32]:
+        """`count` values, row-major, after the `first` ones."""
+        pixels = math.prod(self.frames[0].shape[2:])
+        of_all = pixels * len(self.frames)
+        top, bottom = first // of_all, -(-(first + count) // of_all)
+        read = [frame.read(top * pixels, (bottom - top) * pixels, name).reshape(-1, pixels) for frame in self.frames]
+        return np.stack(read, 1).reshape(-1)[first - top * of_all :][:count]
+
+
 def bytes_of(shape: tuple[int, ...], kind: int) -> int | None:
     """Bytes of a tensor in a file; None: its rows are no whole blocks, or it is a vector, which no program quantizes."""
     columns = shape[-1] if len(shape) > 1 else 1

@@ -14,10 +14,11 @@ from edgeq.network.pooling import POOLINGS
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
-NOT_RECORDED = ("open_method", "calibration", "merge_lora", "tokenizer", "device", "restart", "force", "token", "offline")
+NOT_RECORDED = ("open_method", "calibration", "merge_lora", "tokenizer", "mmproj", "device", "restart", "force", "token",
+                "offline")  # fmt: skip
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "tokenizer", "device", "revision", "restart", "force",
-                "token", "offline")  # fmt: skip
+EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "tokenizer", "mmproj", "device", "revision", "restart",
+                "force", "token", "offline")  # fmt: skip
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "trellis", "scale_bits", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
@@ -101,6 +102,7 @@ class ConvertOptions:
     pooling           "last" or "mean": the checkpoint embeds texts so, where it does not say that itself
     merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
     tokenizer         folder whose tokenizer.json is taken in place of the one that a GGUF file describes
+    mmproj            GGUF file of the vision tower of one
     device            where the calibration text runs; None: auto, a GPU where torch finds one
     restart           discard an interrupted conversion instead of resuming it
     force             replace an .edgeq file that was made in another way
@@ -141,6 +143,7 @@ class ConvertOptions:
     pooling: Literal["last", "mean"] | None = None
     merge_lora: Path | None = None
     tokenizer: Path | None = None
+    mmproj: Path | None = None
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     restart: bool = False
     force: bool = False

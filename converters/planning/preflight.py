@@ -47,7 +47,7 @@ def preflight(
     ResourceError: too little memory.  Other errors: as `open_source` and `planned`.
     """
     access = HubAccess(options.token, options.revision, options.offline, on_download)
-    plan = planned(open_source(source, access, options.tokenizer), options)
+    plan = planned(open_source(source, access, options.tokenizer, options.mmproj), options)
     available = available_bytes()
     if plan.memory_bytes > available:
         less = "--method rtn without --calibration needs less"

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from gguf import GGMLQuantizationType as Type
+from PIL import Image
 from tokenizers import Tokenizer
+from vision_checkpoints import TRAINED
 
 from edgeq.format.container import ModelFile
 from tests.cli.refusal import refused
 from tests.converters.importers.gguf_files import in_type, write_gguf
+from tests.converters.importers.mmproj_files import write_pair
 
 Run = Callable[..., Result]
 ONCE = "converting it once, into"
@@ -77,3 +80,22 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(edgeq: Run, gguf: Pat
 def test_what_cannot_be_converted_is_refused_as_by_convert(edgeq: Run, gguf: Path) -> None:
     gguf.write_bytes(gguf.read_bytes()[:-100])
     refused(edgeq("inspect", gguf), "m.gguf: truncated", "download it again")
+
+
+def test_a_model_sees_with_the_tower_that_is_given(edgeq: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, mmproj, picture = tmp_path / "m.gguf", tmp_path / "mmproj.gguf", tmp_path / "p.png"
+    write_pair(TRAINED, model, mmproj)
+    Image.new("RGB", (56, 56), "white").save(picture)
+    asked = ("run", model, "--image", picture, "-p", "What?", "-n", 2, "--target", "reference", "--temp", 0)
+    found = edgeq(*asked, "--mmproj", mmproj)
+    assert found.exit_code == 0 and ONCE in found.stderr and found.stdout, found.stderr
+    # Without it the language model alone is converted, and both are kept.
+    blind = edgeq(*asked)
+    assert blind.exit_code == 1 and "this model (qwen2) reads text alone" in blind.stderr.splitlines()[-1], blind.stderr
+    again = edgeq(*asked, "--mmproj", mmproj)
+    assert ONCE not in again.stderr and again.stdout == found.stdout and len(kept(tmp_path)) == 2
+    refused(edgeq(*asked, "--mmproj", tmp_path / "none"), "none: no such file")
+    refused(edgeq("run", kept(tmp_path)[0], "--mmproj", mmproj, "-p", "x"), "--mmproj goes with a GGUF file")
+    shown = edgeq("convert", model, "--mmproj", model, "--dry-run")
+    refused(shown, "general.architecture is 'qwen2vl', expected 'clip'")

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 from click.testing import Result
 from gguf import GGMLQuantizationType as Type
+from vision_checkpoints import TRAINED
 
 from tests.cli.refusal import refused
 from tests.converters.checkpoint.hub import Hub, served
 from tests.converters.importers.gguf_files import in_type, write_gguf
+from tests.converters.importers.mmproj_files import write_pair
 
 Run = Callable[..., Result]
 NAME = "hf:owner/model"
@@ -144,6 +146,21 @@ def test_a_killed_download_goes_on(demo: Path, tmp_path: Path) -> None:
         # From where the killed run stopped, and then from where the connection was cut.
         assert len(starts) == 2 and starts[0] == kept < starts[1], hub.asked
         assert Path(found.stdout.split("  ")[0]).read_bytes() == (folder / "big.edgeq").read_bytes()
+
+
+def test_a_tower_in_the_repository_is_read_before_it_is_taken(edgeq: Run, hub: Hub) -> None:
+    write_pair(TRAINED, hub.folder / "see-Q8_0.gguf", hub.folder / "see-mmproj-F16.gguf")
+    found = edgeq("inspect", f"{NAME}:see-Q8_0", "--json")
+    assert found.exit_code == 0 and "fetching see-mmproj-F16.gguf" in found.stderr, found.stderr
+    assert json.loads(found.stdout)["provenance"]["origin"]["types"] == {"F32": 122}
+    files = json.loads(edgeq("pull", f"{NAME}:see-Q8_0", "--json").stdout)["files"]
+    assert [Path(file["path"]).name for file in files] == ["see-Q8_0.gguf", "see-mmproj-F16.gguf"]
+    # An option for towers is refused where there is none.
+    assert edgeq("convert", f"{NAME}:see-Q8_0", "--dry-run", "--vision-bits", 8).exit_code == 0
+    # One that is of another model is named, and the model reads text.
+    other = edgeq("inspect", f"{NAME}:Q4_0", "--json")
+    assert other.exit_code == 0 and "pictures are not read" in other.stderr and "qwen2vl_merger" in other.stderr, other.stderr
+    assert len(requests(hub, "see-mmproj-F16.gguf")) == 1
 
 
 def test_what_was_fetched_is_listed_and_removed(edgeq: Run, hub: Hub, types: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from pathlib import Path
@@ -49,30 +50,69 @@ SHAPES: dict[str, Any] = {
     "blk.0.ffn_up.weight": [11, [256, 256]],
     "blk.0.ffn_down.weight": [10, [256, 256]],
 }
+SEEING = {**METADATA, "tokenizer.ggml.tokens": [*WORDS[:-1], "<image>"]}
+TOWER: dict[str, Any] = {
+    "general.architecture": "clip",
+    "clip.has_vision_encoder": True,
+    "clip.projector_type": "mlp",
+    "clip.use_gelu": False,
+    "clip.vision.image_size": 8,
+    "clip.vision.patch_size": 4,
+    "clip.vision.embedding_length": 32,
+    "clip.vision.feed_forward_length": 64,
+    "clip.vision.block_count": 1,
+    "clip.vision.feature_layer": [1],
+    "clip.vision.attention.head_count": 2,
+    "clip.vision.attention.layer_norm_epsilon": 1e-5,
+    "clip.vision.image_mean": [0.5, 0.5, 0.5],
+    "clip.vision.image_std": [0.5, 0.5, 0.5],
+}
+TOWER_SHAPES: dict[str, Any] = {
+    "v.class_embd": [0, [32]],
+    "v.patch_embd.weight": [1, [32, 3, 4, 4]],
+    "v.position_embd.weight": [0, [5, 32]],
+    **{f"v.pre_ln.{kind}": [0, [32]] for kind in ("weight", "bias")},
+    **{f"v.blk.0.{norm}.{kind}": [0, [32]] for norm in ("ln1", "ln2") for kind in ("weight", "bias")},
+    **{f"v.blk.0.attn_{part}.weight": [8, [32, 32]] for part in ("q", "k", "v", "out")},
+    **{f"v.blk.0.attn_{part}.bias": [0, [32]] for part in ("q", "k", "v", "out")},
+    **{"v.blk.0.ffn_up.weight": [1, [64, 32]], "v.blk.0.ffn_up.bias": [0, [64]]},
+    **{"v.blk.0.ffn_down.weight": [1, [32, 64]], "v.blk.0.ffn_down.bias": [0, [32]]},
+    **{"mm.0.weight": [8, [256, 32]], "mm.0.bias": [0, [256]], "mm.2.weight": [8, [256, 256]], "mm.2.bias": [0, [256]]},
+}
 TYPES = (*BLOCK_TYPES, 0, 1, 30, 20, 99, 2**31)
 
 
 def gguf(rng: random.Random, path: Path) -> str:
-    """A file with metadata, tensors or bytes changed; opened, and every weight read."""
-    metadata: Any = changed_json(rng, METADATA) if rng.random() < 0.5 else METADATA
-    tensors: Any = changed_json(rng, SHAPES, (*VALUES, *TYPES, [256, 256], [1])) if rng.random() < 0.3 else SHAPES
-    data = encoded(rng, metadata if isinstance(metadata, dict) else {}, tensors if isinstance(tensors, dict) else {})
-    path.write_bytes(changed_bytes(rng, data[: len(data) if rng.random() < 0.9 else rng.randrange(len(data))]))
-    if rng.random() < 0.5:
-        path.write_bytes(data)
+    """A file with metadata, tensors or bytes changed, at times with its tower; opened, and every weight read."""
+    mmproj = path.with_name("mmproj.gguf") if rng.random() < 0.3 else None
+    if mmproj:
+        # One of the two is sound at times, so that the other is looked at.
+        _write(rng, mmproj, TOWER, TOWER_SHAPES)
+        path.write_bytes(encoded(random.Random(0), SEEING, SHAPES))
+    if not mmproj or rng.random() < 0.2:
+        _write(rng, path, SEEING if mmproj else METADATA, SHAPES)
     try:
-        source = GgufSource.open(path)
+        source = GgufSource.open(path, mmproj=mmproj)
         family, config = described(source)
         read_text(source, config.vocab_size)
         tensors = open_tensors(source, family)
-        for name, shape in family.tensor_shapes().items():
+        for name, shape in (family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})).items():
             assert np.isfinite(tensors.rows(name, 0, shape[0])).all(), name
-            if isinstance(found := tensors.tensors[name].stored, GgufTensor) and found.codec:
+            if isinstance(found := tensors.tensors[name].stored, GgufTensor) and found.codec and len(shape) > 1:
                 arrays = tensors.quantized(name, 0, shape[0])
                 assert arrays["q"].shape == shape and all(np.isfinite(array).all() for array in arrays.values()), name
     except EdgeqError as error:
         return refused(error)
-    return "read"
+    return "seen" if mmproj else "read"
+
+
+def _write(rng: random.Random, path: Path, entries: dict[str, Any], shapes: dict[str, Any]) -> None:
+    metadata: Any = changed_json(rng, entries) if rng.random() < 0.5 else entries
+    tensors: Any = changed_json(rng, shapes, (*VALUES, *TYPES, [256, 256], [1])) if rng.random() < 0.3 else shapes
+    data = encoded(rng, metadata if isinstance(metadata, dict) else {}, tensors if isinstance(tensors, dict) else {})
+    path.write_bytes(changed_bytes(rng, data[: len(data) if rng.random() < 0.9 else rng.randrange(len(data))]))
+    if rng.random() < 0.5:
+        path.write_bytes(data)
 
 
 def encoded(rng: random.Random, metadata: dict[str, Any], tensors: dict[str, Any]) -> bytes:
@@ -82,8 +122,8 @@ def encoded(rng: random.Random, metadata: dict[str, Any], tensors: dict[str, Any
     for name, entry in tensors.items():
         kind, shape = entry if isinstance(entry, list) and len(entry) == 2 else (8, [32, 32])
         shape = shape if isinstance(shape, list) else [32]
-        known = kind in (*BLOCK_TYPES, 0, 1, 30) and all(type(n) is int and 0 < n < 1024 for n in shape) and 0 < len(shape) < 3
-        size = (known and stored_bytes(kind, *(shape if len(shape) > 1 else (1, *shape)))) or 64
+        known = kind in (*BLOCK_TYPES, 0, 1, 30) and all(type(n) is int and 0 < n < 1024 for n in shape) and 0 < len(shape) < 5
+        size = (known and stored_bytes(kind, math.prod(shape[:-1]), shape[-1])) or 64
         dimensions = b"".join(number(n, "<Q") for n in shape[::-1])
         infos.append(
             text(name) + struct.pack("<I", len(shape)) + dimensions + number(kind, "<I") + struct.pack("<Q", len(data))

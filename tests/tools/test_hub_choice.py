@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgeq.errors import CheckpointError, InputError
-from edgeq.tools.hub.choice import HubModel, RepositoryFile, chosen, models_in
+from edgeq.tools.hub.choice import HubModel, RepositoryFile, chosen, models_in, tower_in
 from edgeq.tools.hub.names import HubName, hub_name
 
 
@@ -51,6 +51,18 @@ def test_the_type_is_read_from_the_name(file: str, quant: str) -> None:
 
 def test_a_projector_and_an_importance_matrix_are_no_models() -> None:
     assert not models("mmproj-F16.gguf", "m.imatrix.gguf", "imatrix.gguf", "README.md", "config.json", "model.safetensors")
+
+
+def test_of_several_towers_the_nearest_and_smallest_comes_first() -> None:
+    def tower(*paths: str) -> str | None:
+        files = [RepositoryFile(path, 1_000_000, "0" * 64) for path in paths]
+        found = tower_in(files, models_in(files)[0])
+        return found and found.files[0].path
+
+    assert tower("m.gguf", "mmproj-F32.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf") == "mmproj-F16.gguf"
+    assert tower("m.gguf", "m-mmproj-f16.gguf", "mmproj-m-Q8_0.GGUF") == "mmproj-m-Q8_0.GGUF"
+    assert tower("a/m.gguf", "b/mmproj-Q8_0.gguf", "a/mmproj.gguf") == "a/mmproj.gguf"
+    assert tower("m.gguf", "mmproj.txt") is None
 
 
 def test_a_split_file_is_one_model_if_it_is_whole() -> None:

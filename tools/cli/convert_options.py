@@ -59,6 +59,12 @@ CONVERT_OPTIONS = decorated(
         "whose own tokenizer is not supported.",
     ),
     quantization(
+        "--mmproj",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="The GGUF file of the vision tower that goes with the GGUF file SRC, published beside it as mmproj-....gguf.",
+    ),
+    quantization(
         "--pooling",
         type=OneOf(*POOLINGS),
         help="SRC is an embedding model: the vector of a text is the state of its last token, or the mean of all.  [default: "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from edgeq.tools.cli.help_sections import decorated, section
-from edgeq.tools.cli.params import Count, EdgeqFile, Gamma, OneOf, PixelSize, Seed, Several, Threads
+from edgeq.tools.cli.params import Count, EdgeqFile, Gamma, OneOf, PixelSize, Seed, Several, Threads, remember_tower
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -186,12 +186,24 @@ HELD_OPTIONS = decorated(
         "llguidance's Lark.",
     ),
 )
-IMAGE_TOKENS = execution(
-    "--image-tokens",
-    type=int,
-    metavar="N",
-    help="The most tokens that a picture gets; it is shrunk to them.  [default: as many as the file allows, at most 1280 and "
-    "half the context]",
+IMAGE_TOKENS = decorated(
+    execution(
+        "--image-tokens",
+        type=int,
+        metavar="N",
+        help="The most tokens that a picture gets; it is shrunk to them.  [default: as many as the file allows, at most "
+        "1280 and half the context]",
+    ),
+    execution(
+        "--mmproj",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        # FILE is converted with it while the command line is read, so it comes before.
+        is_eager=True,
+        expose_value=False,
+        callback=remember_tower,
+        help="The GGUF file of the vision tower, if the model is a GGUF file; one of the hub brings its own.",
+    ),
 )
 DRAFT_OPTIONS = decorated(
     drafts(

@@ -20,6 +20,8 @@ RANDOM = "random"
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _DECIMAL = re.compile(r"\d{1,12}(\.\d{1,12})?|\.\d{1,12}")
 _BYTES = re.compile(rf"({_DECIMAL.pattern}) ?(?P<unit>b|[kmg]i?b)", re.IGNORECASE)
+TOWER = "edgeq.tower"
+"""Where a context of click has the value of --mmproj."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -199,8 +201,15 @@ class Several(click.ParamType):  # type: ignore[type-arg]
         return tuple(dict.fromkeys(self.item.convert(part, param, ctx) for part in str(value).split(",")))
 
 
+def remember_tower(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    """Keep the value of --mmproj for `EdgeqFile`."""
+    ctx.meta[TOWER] = value
+
+
 class EdgeqFile(click.Path):
     """The path of an .edgeq file, or that of a GGUF file, which is converted into the cache, or the name of either on the hub.
+
+    A GGUF file is converted with the tower that `remember_tower` was given, or else the one that lies beside it on the hub.
 
     InputError: it is something else that people have models in; the message has the command that converts it.  Errors
     of names of the hub: as edgeq.tools.hub.fetch.model_file.
@@ -210,10 +219,12 @@ class EdgeqFile(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        given = tower = ctx.meta.get(TOWER) if ctx else None
         if is_hub_name(str(value)):
             from edgeq.tools.hub.fetch import model_file
 
-            value = model_file(str(value))
+            value, beside = model_file(str(value), with_tower=given is None)
+            tower = given or beside
         path = Path(value)
         convert_first = f"convert it first: {conversion(path)}"
         if os.path.isdir(path):
@@ -226,7 +237,9 @@ class EdgeqFile(click.Path):
         if is_gguf(path):
             from edgeq.tools.commands.from_gguf import converted
 
-            return converted(path)
+            return converted(path, tower)
+        if given:
+            raise InputError(f"--mmproj goes with a GGUF file, and {path} is none; leave it out")
         return path
 
 

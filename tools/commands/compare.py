@@ -77,7 +77,7 @@ def compare(
         compare_vectors(models, against, text, window=window or WINDOW, limit=limit, as_json=as_json, options=options)
         return
     if is_hub_name(against):
-        against = checkpoint_source(against, HubAccess())
+        against, _ = checkpoint_source(against, HubAccess(), with_tower=False)
     if against.endswith(".edgeq"):
         check_continues(ModelFile.open(Path(against)))
     files = [FileScorer(path, window, options) for path in models]

@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,9 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
         check_place(path)
     check_method_options(settings)
     if is_hub_name(source):
-        source = checkpoint_source(source, HubAccess(settings.token, settings.revision, settings.offline))
+        access = HubAccess(settings.token, settings.revision, settings.offline)
+        source, tower = checkpoint_source(source, access, with_tower=settings.mmproj is None)
+        settings = replace(settings, mmproj=settings.mmproj or tower)
     if output is not None:
         check_output(source, output)
     if settings.token:

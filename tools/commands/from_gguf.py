@@ -20,34 +20,43 @@ from edgeq.version import __version__
 
 FOLDER = "gguf"
 ORIGIN = "origin"
+ALONE = "alone"
+"""What the name of a folder begins with that has a conversion without a tower; else the digest of the tower's path."""
 MAX_PATH = 4096
 SAMPLED = 1 << 20
 """Bytes at the beginning of a file that count for whether it is the same: those of the header."""
 
 
-def converted(path: Path) -> Path:
+def converted(path: Path, mmproj: Path | None = None) -> Path:
     """The .edgeq file of a GGUF file, with every weight as it is there; made now if it is not in the cache.
 
-    InputError: the cache cannot be written.  Otherwise as edgeq.converters.convert.convert: what is not supported, a full disk.
+    mmproj   the file of its vision tower, if that is wanted too
+
+    InputError: the cache cannot be written, or there is no `mmproj`.  Otherwise as edgeq.converters.convert.convert: what is
+    not supported, a full disk.
     """
     from edgeq.converters.convert import carry_out, preflight
     from edgeq.converters.planning.options import ConvertOptions
 
+    if mmproj and not mmproj.is_file():
+        raise InputError(f"{mmproj}: no such file")
     own = _own(path)
-    output = own / _key(path) / f"{path.stem}.edgeq"
+    kind = _digest(str(mmproj.resolve())) if mmproj else ALONE
+    output = own / f"{kind}-{_key(path, mmproj)}" / f"{path.stem}.edgeq"
     if output.exists():
         return output
-    command = shlex.join(["edgeq", "convert", str(path), "-o", f"{path.stem}.edgeq"])
+    tower = ["--mmproj", str(mmproj)] if mmproj else []
+    command = shlex.join(["edgeq", "convert", str(path), *tower, "-o", f"{path.stem}.edgeq"])
     instead = f"convert it to another place: {command}"
     try:
         # Files of what this path was before, or what other code made of it.
         for old in own.iterdir() if own.is_dir() else ():
-            if old.is_dir() and old != output.parent:
+            if old.is_dir() and old != output.parent and old.name.startswith(f"{kind}-"):
                 shutil.rmtree(old, ignore_errors=True)
         output.parent.mkdir(parents=True, exist_ok=True)
         (own / ORIGIN).write_bytes(os.fsencode(path.absolute()))
         with progress() as bar:
-            plan = preflight(str(path), ConvertOptions(method="as-stored"))
+            plan = preflight(str(path), ConvertOptions(method="as-stored", mmproj=mmproj))
             note(f"{path}: converting it once, into {output} ({plan.output_bytes / 1e6:,.1f} MB)")
             carry_out(plan, output, bar, note)
     except OSError as error:
@@ -100,14 +109,17 @@ def _own(path: Path) -> Path:
     return cache_folder() / FOLDER / _digest(str(path.resolve()))
 
 
-def _key(path: Path) -> str:
-    """Differs when the file, or the code that converts it, does."""
+def _key(path: Path, mmproj: Path | None) -> str:
+    """Differs when the file, its tower, or the code that converts it, does."""
     from edgeq.converters.planning.code_digest import quantizing_code
 
-    status = os.stat(path)
-    with open(path, "rb") as file:
-        start = hashlib.sha256(file.read(SAMPLED)).hexdigest()
-    return _digest(f"{status.st_size} {status.st_mtime_ns} {start} {__version__} {quantizing_code()}")
+    found = f"{__version__} {quantizing_code()}"
+    for each in filter(None, (path, mmproj)):
+        status = os.stat(each)
+        with open(each, "rb") as file:
+            start = hashlib.sha256(file.read(SAMPLED)).hexdigest()
+        found = f"{status.st_size} {status.st_mtime_ns} {start} {found}"
+    return _digest(found)
 
 
 def _digest(text: str) -> str:

@@ -19,8 +19,11 @@ USUAL = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q5_0", "Q8_0")
 """Types of which the first that a repository has is taken where no other is asked for; Q4_K_M is the usual default."""
 MAX_SHOWN = 24
 _TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|NVFP4|BF16|FP?16|FP?32))$", re.IGNORECASE)
+TOWER_TYPES = ("Q8_0", "F16", "BF16", "F32")
+"""Types of towers, of which the first that a repository has is taken: the smallest, of types that lose next to nothing."""
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")
-# Beside a language model: its projector of pictures, and what its quantizer measured.
+# Beside a language model: its vision tower, and what its quantizer measured.
+_TOWER = re.compile(r"mmproj", re.IGNORECASE)
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
@@ -81,6 +84,22 @@ def models_in(files: Iterable[RepositoryFile]) -> list[HubModel]:
         HubModel(_type_of(PurePosixPath(name).name), tuple(each)) for (name, count), each in parts.items() if len(each) == count
     ]
     return converted + split
+
+
+def tower_in(files: Iterable[RepositoryFile], model: HubModel) -> HubModel | None:
+    """The file that may be the vision tower of a GGUF file, by its name; what it holds it says itself.  None: there is none.
+
+    Those in the model's folder come first, then those of TOWER_TYPES in their order.
+    """
+    found = [file for file in files if file.path.casefold().endswith(".gguf") and _TOWER.search(PurePosixPath(file.path).name)]
+
+    def rank(file: RepositoryFile) -> tuple[bool, int, str]:
+        path = PurePosixPath(file.path)
+        kind = _type_of(path.stem)
+        place = TOWER_TYPES.index(kind) if kind in TOWER_TYPES else len(TOWER_TYPES)
+        return path.parent != PurePosixPath(model.files[0].path).parent, place, file.path
+
+    return HubModel("mmproj", (min(found, key=rank),)) if found else None
 
 
 def _type_of(stem: str) -> str:

@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgeq.converters.checkpoint.download import HubAccess, OnDownload, byte_meter, download, hub_errors
+from edgeq.converters.importers.gguf_source import check_tower, takes_tower
 from edgeq.converters.importers.safetensors_folder import TEXT_FILES, WEIGHT_FILES
-from edgeq.errors import CheckpointError, ResourceError
+from edgeq.errors import CheckpointError, ResourceError, UnsupportedError
 from edgeq.tools.cli.terminal import note, progress
-from edgeq.tools.hub.choice import HubModel, RepositoryFile, chosen, models_in
+from edgeq.tools.hub.choice import HubModel, RepositoryFile, chosen, models_in, tower_in
 from edgeq.tools.hub.listing import Listing, listing, repository_folder, snapshot
 from edgeq.tools.hub.names import HubName, hub_name
 
@@ -26,8 +27,10 @@ PIECE = 1 << 22
 SHA256_DIGITS = 64
 
 
-def model_file(text: str) -> Path:
+def model_file(text: str, with_tower: bool) -> tuple[Path, Path | None]:
     """The .edgeq or GGUF file that a name of the hub means, in the cache; fetched now if it is not there.
+
+    with_tower   look for the vision tower of a GGUF file too, the second of the two paths
 
     CheckpointError: there is none, or several, of this name; it cannot be had.  ResourceError: the disk has no room.
     """
@@ -36,11 +39,31 @@ def model_file(text: str) -> Path:
     model = chosen(name, models_in(found.files))
     if model is None:
         raise without_models(name, found)
-    return fetched(name, model, found, access)[0]
+    path = fetched(name, model, found, access)[0]
+    return path, tower_beside(name, model, path, found, access) if with_tower else None
 
 
-def checkpoint_source(text: str, access: HubAccess) -> str:
+def tower_beside(name: HubName, model: HubModel, path: Path, contents: Listing, access: HubAccess) -> Path | None:
+    """The vision tower in the repository of a GGUF file, which is at `path`; None: there is none that runs with it.
+
+    Nothing is fetched for a model whose own metadata say that edgeq has no tower for it.  Errors: as `fetched`.
+    """
+    found = None if model.converted else tower_in(contents.files, model)
+    if found is None or not takes_tower(path):
+        return None
+    tower = fetched(name, found, contents, access)[0]
+    try:
+        check_tower(path, tower)
+    except (CheckpointError, UnsupportedError) as error:
+        note(f"{name}: pictures are not read: {error}")
+        return None
+    return tower
+
+
+def checkpoint_source(text: str, access: HubAccess, with_tower: bool) -> tuple[str, Path | None]:
     """What `edgeq convert` reads where a name of the hub is given: a GGUF file in the cache, or the id of a repository.
+
+    with_tower   look for the vision tower of a GGUF file too, the second of the two
 
     Without a type a repository that has weights in safetensors is meant as such.  Errors: as `model_file`; CheckpointError: the
     name means an .edgeq file.
@@ -48,13 +71,14 @@ def checkpoint_source(text: str, access: HubAccess) -> str:
     name = hub_name(text)
     found = listing(name, access)
     if not name.quant and has_safetensors(found):
-        return name.repository
+        return name.repository, None
     model = chosen(name, models_in(found.files))
     if model is None:
-        return name.repository
+        return name.repository, None
     if model.converted:
         raise CheckpointError(f"{name}: {model.files[0].path} is an .edgeq file already: edgeq run {name}")
-    return str(fetched(name, model, found, access)[0])
+    path = fetched(name, model, found, access)[0]
+    return str(path), tower_beside(name, model, path, found, access) if with_tower else None
 
 
 def has_safetensors(contents: Listing) -> bool:

@@ -14,7 +14,8 @@ from edgeq.errors import FormatError
 from edgeq.format.manifest import projectors
 from edgeq.network.config import VisionConfig
 
-# Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`.
+# Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`,
+# in GGUF files also apart.
 BLOCK = {
     "input_layernorm": "norm1",
     "self_attn.o_proj": "attn.proj",
@@ -79,7 +80,8 @@ def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
             for index, part in enumerate(QKV):
                 whole, shape = (3 * hidden, *columns), (hidden, *columns)
                 source = TensorSource(f"{block}attn.qkv.{kind}", whole, shape, index * hidden)
-                sources[f"{p}self_attn.{part}_proj.{kind}"] = source
+                apart = TensorSource(f"{block}attn.{part}.{kind}", shape, shape, otherwise=source)
+                sources[f"{p}self_attn.{part}_proj.{kind}"] = apart
     return sources
 
 

@@ -15,7 +15,8 @@ from edgeq.network.rope import Rope
 from edgeq.network.stack import MAX_SIZES
 
 RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
-# Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`.
+# Module of a layer (torch_decoder.py) -> its module in `visual.blocks`; q, k and v lie one below the other in `attn.qkv`,
+# in GGUF files also apart.
 BLOCK = {
     "input_layernorm": "norm1",
     "self_attn.o_proj": "attn.proj",
@@ -134,8 +135,10 @@ def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
                 sources[f"{p}{module}.{kind}"] = TensorSource(f"{block}{theirs}.{kind}", shape, shape)
             width = () if kind == "bias" else (hidden,)
             for index, part in enumerate(QKV):
-                source = TensorSource(f"{block}attn.qkv.{kind}", (3 * hidden, *width), (hidden, *width), index * hidden)
-                sources[f"{p}self_attn.{part}_proj.{kind}"] = source
+                whole, shape = (3 * hidden, *width), (hidden, *width)
+                source = TensorSource(f"{block}attn.qkv.{kind}", whole, shape, index * hidden)
+                apart = TensorSource(f"{block}attn.{part}.{kind}", shape, shape, otherwise=source)
+                sources[f"{p}self_attn.{part}_proj.{kind}"] = apart
     return sources
 
 

@@ -25,7 +25,7 @@ from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import convert
 from edgeq.converters.families import Family, linear_module, recognise, table
 from edgeq.converters.families.rearranged import pairs_apart
-from edgeq.converters.importers import gguf_architectures, open_source
+from edgeq.converters.importers import gguf_architectures, gguf_tower_kinds, open_source
 from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import Awq, apply_scale
 from edgeq.converters.planning.options import ConvertOptions
@@ -59,8 +59,9 @@ TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed
 def test_the_page_lists_every_architecture() -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\b\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", page)) == set(table.FAMILIES)
-    columns = [line.split("|")[3] for line in page.splitlines() if line.count("|") == 6]
-    assert set(re.findall(r"`([\w.-]+)`", "".join(columns))) == set(gguf_architectures.ARCHITECTURES)
+    columns = [line.split("|")[3] for line in page.splitlines() if line.count("|") in (5, 6)]
+    named = {*gguf_architectures.ARCHITECTURES, *gguf_tower_kinds.TOWERS}
+    assert set(re.findall(r"`([\w.-]+)`", "".join(columns))) == named
 
 
 def config_of(architecture: str, **keys: Any) -> ModelConfig:

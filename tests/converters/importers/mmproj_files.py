@@ -1,0 +1,201 @@
+"""Pairs of GGUF files of tiny checkpoints with a tower, as llama.cpp's converters lay them out.
+
+The converter of LLaVA's towers is the old one: it leaves out the layers that are not used, and calls fc1 of an MLP ffn_down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+from tests.converters.importers.gguf_files import Array, add, write_gguf
+
+Keys = dict[str, Any]
+Tensors = dict[str, Array]
+PROJECTORS = {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger", "llava": "mlp"}
+"""`model_type` of config.json -> llama.cpp's name."""
+QWEN = [
+    ("visual.patch_embed.proj.", "v.patch_embd."),
+    ("visual.pos_embed.", "v.position_embd."),
+    (r"visual.merger.(ln_q|norm)\.", "v.post_ln."),
+    (r"visual.merger.(mlp\.0|linear_fc1)\.", "mm.0."),
+    (r"visual.merger.(mlp\.2|linear_fc2)\.", "mm.2."),
+    (r"visual.blocks.(\d+)\.", r"v.blk.\1."),
+    ("norm1", "ln1"),
+    ("norm2", "ln2"),
+    ("attn.qkv", "attn_qkv"),
+    ("attn.proj", "attn_out"),
+    (r"mlp\.(fc1|linear_fc1|up_proj)\.", "ffn_up."),
+    (r"mlp\.(fc2|linear_fc2|down_proj)\.", "ffn_down."),
+    (r"mlp\.gate_proj\.", "ffn_gate."),
+]
+LLAVA = [
+    (r"vision_tower\.vision_model\.|vision_tower\.", "v."),
+    ("v.embeddings.class_embedding", "v.class_embd"),
+    ("v.embeddings.patch_embedding.", "v.patch_embd."),
+    ("v.embeddings.position_embedding.", "v.position_embd."),
+    ("v.pre_layrnorm.", "v.pre_ln."),
+    ("multi_modal_projector.linear_1.", "mm.0."),
+    ("multi_modal_projector.linear_2.", "mm.2."),
+    (r"v.encoder.layers.(\d+)\.", r"v.blk.\1."),
+    ("layer_norm", "ln"),
+    (r"self_attn\.([qkv])_proj", r"attn_\1"),
+    ("self_attn.out_proj", "attn_out"),
+    ("mlp.fc1.", "ffn_down."),
+    ("mlp.fc2.", "ffn_up."),
+]
+"""Patterns in transformers' names, and what llama.cpp has there."""
+
+
+def nothing(*found: Any) -> None:
+    pass
+
+
+def floats(name: str, values: Array) -> Type:
+    return Type.F32
+
+
+def write_pair(
+    folder: Path,
+    model: Path,
+    mmproj: Path,
+    choose: Callable[[str, Array], Type] = floats,
+    change: Callable[[Keys, Tensors], None] = nothing,
+    change_model: Callable[[Keys], None] = nothing,
+) -> None:
+    """Write the checkpoint in `folder`; `choose`: type of a tensor; `change`: keys and tensors of the tower."""
+    config = json.loads((folder / "config.json").read_text())
+    text = {
+        re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name).replace("model.lm_head", "lm_head"): values
+        for name, values in load_file(folder / "model.safetensors").items()
+        if "visual." not in name and "vision_tower." not in name and "multi_modal" not in name
+    }
+
+    def add_keys(keys: Keys) -> None:
+        keys |= _model_keys(config, folder)
+        change_model(keys)
+
+    with tempfile.TemporaryDirectory() as place:
+        save_file(text, Path(place) / "model.safetensors")
+        (Path(place) / "config.json").write_text(json.dumps(config["text_config"]))
+        write_gguf(Path(place), model, choose, add_keys)
+    write_mmproj(folder, mmproj, choose, change)
+
+
+def write_mmproj(
+    folder: Path,
+    path: Path,
+    choose: Callable[[str, Array], Type] = floats,
+    change: Callable[[Keys, Tensors], None] = nothing,
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    keys = _tower_keys(config, json.loads((folder / "preprocessor_config.json").read_text()))
+    tensors = _tower_tensors(config, folder)
+    change(keys, tensors)
+    writer = gguf.GGUFWriter(path, "clip")
+    for key, value in keys.items():
+        add(writer, key, value)
+    for name, values in tensors.items():
+        kind = choose(name, values) if values.ndim == 2 else Type.F32
+        raw = np.ascontiguousarray(values) if kind == Type.F32 else gguf.quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _model_keys(config: Mapping[str, Any], folder: Path) -> Keys:
+    """Those that the decoder's own configuration does not give, and the vocabulary of the demo model."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"] | {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    control = {each["id"] for each in tokenizer["added_tokens"]}
+    tokens = sorted(ids, key=lambda token: ids[token])
+    if config["model_type"] == "llava":
+        tokens[config["image_token_index"]] = "<image>"
+    merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
+    found = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges, "add_bos_token": False}
+    found |= {"token_type": [3 if i in control else 1 for i in range(len(tokens))], "bos_token_id": 0, "eos_token_id": 1}
+    template = (folder / "chat_template.jinja").read_text().replace("<|image_pad|>", tokens[2049])
+    keys = {f"tokenizer.ggml.{key}": value for key, value in found.items()} | {"tokenizer.chat_template": template}
+    if config["model_type"] != "llava":
+        own = "qwen3vl" if config["model_type"] == "qwen3_vl" else "qwen2vl"
+        keys[f"{own}.rope.dimension_sections"] = [*config["text_config"]["rope_parameters"]["mrope_section"], 0]
+    if config["model_type"] == "qwen3_vl":
+        keys["qwen3vl.n_deepstack_layers"] = len(config["vision_config"]["deepstack_visual_indexes"])
+    return keys
+
+
+def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Keys:
+    vision, text, kind = config["vision_config"], config["text_config"], config["model_type"]
+    default = "Siglip" in preprocessor["image_processor_type"]
+    mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
+    mean = mean or ([0.5] * 3 if default else [0.48145466, 0.4578275, 0.40821073])
+    std = std or ([0.5] * 3 if default else [0.26862954, 0.26130258, 0.27577711])
+    keys: Keys = {
+        "image_size": vision.get("image_size", 560),
+        "patch_size": vision["patch_size"],
+        "embedding_length": vision.get("embed_dim", vision.get("hidden_size")),
+        # The converter of Qwen2-VL has another number here.
+        "feed_forward_length": vision.get("intermediate_size", vision["hidden_size"]),
+        "projection_dim": text["hidden_size"] if kind != "llava" else 768,
+        "block_count": vision.get("depth") or _layers(config),
+        "attention.head_count": vision.get("num_heads") or vision["num_attention_heads"],
+        "attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+        "image_mean": mean,
+        "image_std": std,
+    }
+    if kind != "llava":
+        limits = preprocessor["size"]
+        keys |= {"image_min_pixels": limits["shortest_edge"], "image_max_pixels": limits["longest_edge"]}
+    if kind == "qwen2_5_vl":
+        keys |= {"n_wa_pattern": vision["fullatt_block_indexes"][0] + 1, "window_size": vision["window_size"]}
+    if kind == "qwen3_vl":
+        keys["spatial_merge_size"] = vision["spatial_merge_size"]
+        keys["is_deepstack_layers"] = [i in vision["deepstack_visual_indexes"] for i in range(vision["depth"])]
+    found = {f"clip.vision.{key}": value for key, value in keys.items()}
+    act = vision["hidden_act"]
+    found |= {"clip.has_vision_encoder": True, "clip.projector_type": PROJECTORS[kind]}
+    return found | {"clip.use_gelu": act.startswith("gelu"), "clip.use_silu": act == "silu"}
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    """Layers of LLaVA's tower that are used."""
+    tapped, layers = config["vision_feature_layer"], config["vision_config"]["num_hidden_layers"]
+    return int(tapped if tapped > 0 else layers + 1 + tapped)
+
+
+def _tower_tensors(config: Mapping[str, Any], folder: Path) -> Tensors:
+    """The tower's under llama.cpp's names."""
+    kind, found = config["model_type"], Tensors()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values, name = tensor.float().numpy(), name.removeprefix("model.")
+        if not name.startswith(("visual.", "vision_tower.", "multi_modal")):
+            continue
+        if name.startswith("visual.deepstack_merger_list."):
+            _, _, index, module, end = name.split(".")
+            layer = config["vision_config"]["deepstack_visual_indexes"][int(index)]
+            found[f"v.deepstack.{layer}.{module.removeprefix('linear_')}.{end}"] = values
+            continue
+        for theirs, ours in LLAVA if kind == "llava" else QWEN:
+            name = re.sub(theirs, ours, name)
+        layer = re.match(r"v\.blk\.(\d+)\.", name)
+        unused = kind == "llava" and (name.startswith(("v.post_l", "v.head.")) or layer and int(layer[1]) >= _layers(config))
+        if unused:
+            continue
+        if name == "v.patch_embd.weight" and kind != "llava":
+            found |= {name: values[:, :, 0], f"{name}.1": values[:, :, 1]}
+        elif "attn_qkv" in name and kind != "qwen3_vl":
+            found |= {name.replace("qkv", part): each for part, each in zip("qkv", np.split(values, 3), strict=True)}
+        else:
+            found[name] = values
+    return found
