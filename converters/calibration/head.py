@@ -27,6 +27,9 @@ from edgeq.converters.rounding.quantizer import Quantized, quantize
 from edgeq.format.codec import Codec
 from edgeq.network.config import ModelConfig
 
+EMBEDDING_SHARE = 0.3
+"""Mean square of what an embedding is taken to be multiplied by, over that of the head's inputs: of 0, 0.3, 1, 3 and 10 it
+loses least on the demo model in 3 and in 4 bits (docs/quality.md)."""
 SPAN = 1024
 """Rows of an embedding that are changed at a time."""
 Rounded = Callable[[Tensor, int], Tensor]
@@ -102,8 +105,10 @@ class ChangedTable:
 
 
 @torch.no_grad()
-def gptq_rounding(states: Sequence[Tensor], norm: Norm, compute: Compute | None = None) -> RoundRows:
+def gptq_rounding(states: Sequence[Tensor], norm: Norm, compute: Compute | None = None, *, tied: bool = False) -> RoundRows:
     """Rounding of rows of the head over these outputs of the last layer, each [rows, tokens, hidden]; `norm`: the last one.
+
+    tied   the head is the embedding too: not only its products with these outputs have to stay what they are
 
     All but what is computed is on the CPU.  Output channels do not depend on each other: rows may come in slabs of any size.
     """
@@ -111,6 +116,8 @@ def gptq_rounding(states: Sequence[Tensor], norm: Norm, compute: Compute | None 
     moments = Moments(states[0].shape[-1], compute.device)
     for batch in states:
         moments.add(compute.put(norm(batch)).flatten(0, -2))
+    if tied:
+        moments.matrix.diagonal().add_(EMBEDDING_SHARE * moments.matrix.diagonal().mean())
     factor = factorize(moments.matrix, Recipe(Codec("int", 8)), act_order=False)
 
     def round_rows(weight: Tensor, codec: Codec, title: str) -> Quantized:

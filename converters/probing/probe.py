@@ -152,7 +152,9 @@ class Probe:
         """How the conversion will round the head; `states`: outputs of the last layer over the calibration text."""
         if not self.plan.method.rounds_head:
             return quantize
-        return gptq_rounding(states, last_norm(self.plan.method.stored_config, self.plan.checkpoint), self.plan.compute)
+        config = self.plan.method.stored_config
+        norm = last_norm(config, self.plan.checkpoint)
+        return gptq_rounding(states, norm, self.plan.compute, tied=config.tie_word_embeddings)
 
     def _table(self, part: AllocationPart, exact: Tensor, round_rows: RoundRows) -> Divergences:
         """Measure the head or the embedding, or what is both; an embedding changes what enters the first layer."""

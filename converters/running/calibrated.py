@@ -38,17 +38,19 @@ class CalibratedRun(ConversionRun):
 
     def write_layers(self, tensors: Tensors) -> RoundRows | None:
         round_rows: RoundRows | None = None
+        config = self.method.stored_config
         if self.method.calibrates:
             blocks = self._calibrated(tensors)
             if self.method.rounds_head and self.method.config.pooling is None:
-                round_rows = gptq_rounding(blocks.states, last_norm(self.method.stored_config, tensors), self.plan.compute)
+                norm = last_norm(config, tensors)
+                round_rows = gptq_rounding(blocks.states, norm, self.plan.compute, tied=config.tie_word_embeddings)
         else:
             super().write_layers(tensors)
         if self.plan.calibration is not None:
             # A tied head is the embedding too.  What its rounding costs there is not measured, and GPTQ, which goes by the
-            # head's inputs alone, loses more there: its bits are chosen as for rounding to nearest.
-            tied = self.method.stored_config.tie_word_embeddings
-            self.plan = self.plan.with_choice(self._measure(tensors, quantize if tied else round_rows or quantize))
+            # head's inputs above all, loses more there: its bits are chosen as for rounding to nearest.
+            by_head = quantize if config.tie_word_embeddings else round_rows or quantize
+            self.plan = self.plan.with_choice(self._measure(tensors, by_head))
         return round_rows
 
     def layer_written(self, index: int, tensors: Tensors) -> None:

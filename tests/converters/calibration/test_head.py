@@ -43,6 +43,18 @@ def test_less_of_the_logits_is_lost_than_by_rounding_to_nearest(hidden_and_norm:
     assert lost[0] < 0.6 * lost[1]
 
 
+def test_a_head_that_is_the_embedding_too_stays_nearer_to_its_rows(hidden_and_norm: tuple[torch.Tensor, Norm]) -> None:
+    hidden, norm = hidden_and_norm
+    weight = torch.randn(200, hidden.shape[-1], generator=torch.Generator().manual_seed(1))
+    x = norm(hidden).flatten(0, 1)
+    found = [gptq_rounding(hidden, norm, tied=tied)(weight, CODEC, "head") for tied in (False, True)]
+    changes = [restored(quantized, CODEC) - weight for quantized in found] + [fake(weight, CODEC) - weight]
+    rows = [float(change.square().sum()) for change in changes]
+    logits = [float((x @ change.T).square().sum()) for change in changes]
+    # Between rounding for the logits and rounding to nearest, in both.
+    assert rows[2] < rows[1] < 0.9 * rows[0] and logits[0] < logits[1] < 0.8 * logits[2]
+
+
 def test_slabs_do_not_matter(hidden_and_norm: tuple[torch.Tensor, Norm]) -> None:
     hidden, norm = hidden_and_norm
     weight = torch.randn(64, hidden.shape[-1], generator=torch.Generator().manual_seed(1))

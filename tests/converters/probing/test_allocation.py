@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from edgeq.converters.budget.budget import Budget, Unit
 from edgeq.converters.budget.parts import AllocationPart
+from edgeq.converters.calibration.head import EMBEDDING_SHARE
 from edgeq.converters.calibration.staged import StagedLayer
 from edgeq.converters.convert import carry_out, convert
 from edgeq.converters.families import EMBEDDING, ScaleMapping, linear_module
@@ -97,7 +98,9 @@ def test_a_part_alone_is_measured_as_a_file_with_only_that_part_quantized(folder
         assert plan.calibration is not None
         inputs = model.model(plan.calibration.rows).last_hidden_state.flatten(0, 1)
         recipe = Recipe(codec, MIN_MAX_ZERO_WEIGHED)
-        factor = factorize(inputs.T @ inputs, recipe, act_order=False)
+        moments = inputs.T @ inputs
+        moments.diagonal().add_(EMBEDDING_SHARE * moments.diagonal().mean())
+        factor = factorize(moments, recipe, act_order=False)
         table = model.get_input_embeddings().weight
         table.data = quantize_matrix(table.data, factor, recipe, "head")[1]
         changed = model(rows).logits.double().log_softmax(-1)
