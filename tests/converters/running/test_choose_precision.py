@@ -17,6 +17,7 @@ from edgeq.converters.running import choose_precision
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
 from edgeq.format.quantization import quantize_blocks
+from tests.edgeq.format.sample_file import CONFIG
 
 CODE = "def f(x):\n    return x + 1\n" * 400
 
@@ -32,16 +33,22 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_divergence_summed_over_slabs_is_the_divergence() -> None:
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_divergence_summed_over_slabs_is_the_divergence(cap: float | None) -> None:
+    def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = x.double() @ weight.double().T
+        return found if cap is None else cap * (found / cap).tanh()
+
     torch.manual_seed(0)
     head, exact, targets = torch.randn(130, 32), torch.randn(40, 32), torch.randint(0, 130, (40,))
     rounded, codec = exact + 0.05 * torch.randn(40, 32), Codec("int", 4, 32)
     slabs = iter([head[:48].numpy(), head[48:64].numpy(), head[64:].numpy()])
-    kl, rise = choose_precision._measure(slabs, [exact, rounded], targets, {4: codec, 16: None}, quantize)
-    p, q = ((exact.double() @ w.double().T).log_softmax(1) for w in (head, fake(head, codec)))
+    config = replace(CONFIG, final_logit_softcapping=cap)
+    kl, rise = choose_precision._measure(config, slabs, [exact, rounded], targets, {4: codec, 16: None}, quantize)
+    p, q = (logits(exact, w).log_softmax(1) for w in (head, fake(head, codec)))
     assert kl[4] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-4)
     assert kl[16] == pytest.approx(0, abs=1e-6)
-    nll = [-(x.double() @ head.double().T).log_softmax(1)[torch.arange(40), targets].mean() for x in (exact, rounded)]
+    nll = [-logits(x, head).log_softmax(1)[torch.arange(40), targets].mean() for x in (exact, rounded)]
     assert rise[16] == pytest.approx(float(nll[1] - nll[0]), rel=1e-4)
 
 
