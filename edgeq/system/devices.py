@@ -115,6 +115,8 @@ DEVICES = {
         DeviceSpec("jetson-agx-orin-64gb", "sm_87", 12, 64 * GIB, 204.8 * GB, multiprocessors=16),
         # LPDDR5X on 256 bits; compute capability 11.0, which runs from PTX.
         DeviceSpec("jetson-agx-thor", "sm_110", 14, 128 * GIB, 273.1 * GB, multiprocessors=20),
+        # LPDDR5X-8448 on 128 bits.
+        DeviceSpec("snapdragon-x-elite", "neon-i8mm", 12, 16 * GIB, 135.2 * GB),
         # Two channels of DDR4-3200.
         DeviceSpec("x86-avx2", "avx2", 8, 16 * GIB, 51.2 * GB),
         # Two channels of DDR5-5600.

@@ -21,9 +21,12 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 """Root of control groups, version 2; in a container this is the process's own group."""
 
-# Bits of getauxval(AT_HWCAP) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores support, big and little.
-_AT_HWCAP = 16
-_HWCAP = {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}
+# Bits of getauxval(AT_HWCAP) and (AT_HWCAP2) on 64-bit Arm (linux/arch/arm64/include/uapi/asm/hwcap.h): what all cores support,
+# big and little.
+_HWCAPS = {16: {1: "asimd", 8: "lse", 10: "fp16", 12: "rdm", 20: "dotprod"}, 26: {13: "i8mm"}}
+# What Apple's processors from the M1 on have, and what macOS is asked for (sysctl).
+_APPLE = frozenset(_HWCAPS[16].values())
+_APPLE_ASKED = {"i8mm": b"hw.optional.arm.FEAT_I8MM"}
 
 
 # Features of Intel's matrix unit, and how Linux is asked for its registers (arch/x86/include/uapi/asm/prctl.h).
@@ -42,7 +45,7 @@ def check_system() -> None:
 
 @dataclass(frozen=True)
 class Cpu:
-    """`features` as /proc/cpuinfo spells them on x86 ("avx2", "avx512_vnni"); on Arm asimd, dotprod, fp16, lse, rdm."""
+    """`features` as /proc/cpuinfo spells them on x86 ("avx2", "avx512_vnni"); on Arm asimd, dotprod, fp16, i8mm, lse, rdm."""
 
     name: str
     arch: str
@@ -108,15 +111,22 @@ def cores_of_share(limit: str) -> int:
 def _arm_features() -> frozenset[str]:
     """Features as the kernel reports them: what all cores of a big.LITTLE processor have, without what an emulator lacks."""
     if platform.system() == "Darwin":
-        # All Apple processors from the M1 on.
-        return frozenset(_HWCAP.values())
+        return _APPLE | {name for name, asked in _APPLE_ASKED.items() if _sysctl(asked)}
     try:
         getauxval = ctypes.CDLL(None).getauxval
     except (OSError, AttributeError):
         return frozenset({"asimd"})
     getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
-    bits = getauxval(_AT_HWCAP)
-    return frozenset(name for bit, name in _HWCAP.items() if bits >> bit & 1)
+    return frozenset(
+        name for kind, names in _HWCAPS.items() for bits in [getauxval(kind)] for bit, name in names.items() if bits >> bit & 1
+    )
+
+
+def _sysctl(name: bytes) -> int:
+    """A number that macOS knows by name; 0: it does not know it."""
+    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    found = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return value.value if found == 0 else 0
 
 
 def text_of(path: str | Path) -> str:

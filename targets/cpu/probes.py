@@ -96,7 +96,7 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
         with cgutils.for_range(b, b.mul(args[2], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
             # An operand that changes, or the whole loop would be computed by the compiler.
             token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
-            multiply_all = _multiply_chunk if chosen.panels else _multiply_quad
+            multiply_all = _multiply_chunk if chosen.panels and not chosen.octets else _multiply_quad
             multiply_all(b, chosen, token, slots, twice)
         # Every chain must reach the result, or the compiler would leave it out.
         total = b.load(slots[0])
@@ -109,7 +109,7 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
 
 
 def _multiply_quad(b: Any, isa: Isa, token: Any, slots: list[Any], twice: bool) -> None:
-    """A quad in each chain, or `twice` one."""
+    """A quad in each chain, or `twice` one; four octets, where the instruction set has those."""
     quad, sums = ir.VectorType(I8, 4 * isa.lanes), ir.VectorType(I32, isa.lanes)
     for i, slot in enumerate(slots):
         factors = [(constant(quad, 3), token)]
@@ -119,7 +119,11 @@ def _multiply_quad(b: Any, isa: Isa, token: Any, slots: list[Any], twice: bool) 
             first, second = (b.add(b.bitcast(token, quad), constant(quad, i + c)) for c in (8, 32))
             factors = [(first, b.bitcast(second, sums))]
         for weights, operand in factors:
-            b.store(isa.dot8(b, b.load(slot), [weights], [operand], PROBED_BITS), slot)
+            if isa.octets:
+                total = isa.dot_octets(b, b.load(slot), b.bitcast(operand, quad), weights)
+            else:
+                total = isa.dot8(b, b.load(slot), [weights], [operand], PROBED_BITS)
+            b.store(total, slot)
 
 
 def _multiply_chunk(b: Any, isa: Isa, token: Any, slots: list[Any], twice: bool) -> None:
@@ -244,16 +248,14 @@ def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = Fal
         return statistics.median(passes), share >= ALONE
 
     by_tiles = isa.matrix_unit and not dots
-    kind = "matrix_peak" if by_tiles else "panel_peak" if isa.panels else "integer_peak"
+    kind = "matrix_peak" if by_tiles else "octets_peak" if isa.octets else "panel_peak" if isa.panels else "integer_peak"
     return measured(f"{kind} {isa.name}", threads, measure, refresh, largest=True)
 
 
 def _tile_rates(threads: int, repeat: int, seconds: float) -> tuple[list[float], float]:
     x, weights, room = zeros(TILE_BYTES + ROW_BYTES * STEPS), zeros(TILE_BYTES * STEPS), zeros(TILES_ROOM_BYTES * threads)
     count = np.array([repeat], np.int64)
-    args = MultiplyTilesArgs(
-        rows=count.ctypes.data, x=x.ctypes.data, weights=weights.ctypes.data, room=room.ctypes.data
-    )  # fmt: skip
+    args = MultiplyTilesArgs(rows=count.ctypes.data, x=x.ctypes.data, weights=weights.ctypes.data, room=room.ctypes.data)
     table = np.array([args.record(address(multiply_tiles), threads)], np.int64)
     return _rates_and_share(table, threads, 2.0 * (2 * SIDE) ** 2 * ROW_BYTES * STEPS * repeat * threads, seconds)
 
@@ -287,7 +289,7 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
     args = MultiplyArgs(rows=count.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(multiply, index, int(pairs)), threads)], np.int64)
-    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads * (QUADS if isa.panels else 1)
+    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads * (2 if isa.octets else QUADS if isa.panels else 1)
     return _rates_and_share(table, threads, work, seconds)
 
 

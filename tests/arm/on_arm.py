@@ -1,6 +1,8 @@
 """What runs on the Arm processor itself, real or emulated: `python on_arm.py FOLDER`, where test_arm64.py put its files.
 
 FOLDER/tiles/*.o    every inner tile of the instruction set
+FOLDER/kernels/*.o  kernels that were compiled elsewhere
+FOLDER/panels.npz   results of panels.py by name, from another processor
 FOLDER/expect.json  the instruction set to be chosen; a model file, a prompt and another processor's tokens, by mode and cache
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(sys.argv[-1])
 TILE = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * 4)
+
+
+def keep_kernels() -> None:
+    """Put the kernels that were compiled elsewhere where kernels are looked for."""
+    from edgeq.targets.cpu.jit.compile import cache_folder
+
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    for path in FOLDER.glob("kernels/*.o"):
+        shutil.copy(path, cache_folder())
 
 
 def expected() -> Any:
@@ -73,6 +85,22 @@ def test_products_equal_the_reference(bits: int, group: int, symmetric: bool) ->
         assert np.array_equal(run("cpu", graph, arrays, 1, Options(mode, 1))[0], many[0]), "a row alone must give the same bits"
 
 
+@pytest.mark.skipif(not (FOLDER / "panels.npz").exists(), reason="an instruction set without panels")
+def test_panels_give_the_bits_of_another_processor() -> None:
+    import numpy as np
+
+    from edgeq.targets.target import Options
+    from tests.arm import panels
+    from tests.targets.cases import run
+
+    results = np.load(FOLDER / "panels.npz")
+    for case in panels.CASES:
+        graph, arrays = panels.graph_of(case)
+        for count in panels.COUNTS:
+            y = run("cpu", graph, arrays, count, Options(case.mode, 1))
+            assert np.array_equal(y, results[case.name][:count]), (case.name, count)
+
+
 def test_a_model_writes_what_it_writes_elsewhere() -> None:
     from edgeq.runtime import Model
 
@@ -89,4 +117,5 @@ if __name__ == "__main__":
 
     # The folders as installed: edgeq.targets is the checkout's targets.
     edgeq.__path__.append(str(ROOT))
+    keep_kernels()
     sys.exit(pytest.main([__file__, "-x", "-v", "-p", "no:cacheprovider", "--durations=8", "--rootdir", str(ROOT)]))

@@ -1,4 +1,4 @@
-"""The kernels and a whole model on Arm processors that qemu emulates: a Raspberry Pi 4's and a Raspberry Pi 5's."""
+"""The kernels and a whole model on Arm processors that qemu emulates: those of Raspberry Pi 4 and 5, and one with i8mm."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgeq.format import kernel_pack
-from edgeq.format.kernel_pack import beside
+from edgeq.format.kernel_pack import KernelSet, beside
 from edgeq.runtime import Model
 from edgeq.system.devices import DEVICES
+from edgeq.targets.cpu import ahead
+from edgeq.targets.cpu.jit.parallel import Job
+from edgeq.targets.target import Options
 from edgeq.tools.commands.build import build
+from tests.arm import panels
 from tests.arm.tiles import write_objects
+from tests.targets.cases import run
 
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "arm64"
@@ -36,6 +43,17 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def on_arm(cpu: str, folder: Path, cache: Path) -> None:
+    """Run on_arm.py on an emulated processor, which keeps its kernels in `cache`; it must pass."""
+    root = BUILT / "root"
+    command = [BUILT / "qemu-aarch64-static", "-L", root, "-cpu", cpu, root / "usr/bin/python3.11"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    script = [ROOT / "tests/arm/on_arm.py", folder]
+    result = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("board", ["raspberry-pi-4", "raspberry-pi-5"])
 def test_kernels_and_generation_on(board: str, model_file: Path, tmp_path: Path) -> None:
     cpu = {"raspberry-pi-4": "cortex-a72", "raspberry-pi-5": "cortex-a76"}[board]
@@ -50,14 +68,39 @@ def test_kernels_and_generation_on(board: str, model_file: Path, tmp_path: Path)
     assert platform.machine() == "x86_64" and len(runs[0]["tokens"]) == 24
     expect = {"isa": isa, "model": str(model_file), "prompt": PROMPT, "runs": runs}
     (tmp_path / "expect.json").write_text(json.dumps(expect))
-    root = BUILT / "root"
-    command = [BUILT / "qemu-aarch64-static", "-L", root, "-cpu", cpu, root / "usr/bin/python3.11"]
     # Machine code is kept: a second run compiles only what has changed.
-    environment = {**os.environ, "XDG_CACHE_HOME": str(BUILT / f"cache-{cpu}")}
-    script = [ROOT / "tests/arm/on_arm.py", tmp_path]
-    result = subprocess.run([*command, *script], cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
+    on_arm(cpu, tmp_path, BUILT / f"cache-{cpu}")
+
+
+def write_kernels(folder: Path, made: Iterable[KernelSet]) -> None:
+    folder.mkdir(exist_ok=True)
+    for each in made:
+        for name, kernel in each.kernels.items():
+            (folder / f"{name}.o").write_bytes(kernel.pieces[0])
+
+
+def test_products_of_octets_and_a_model_with_them(model_file: Path, tmp_path: Path) -> None:
+    """No board of ours has i8mm, so its kernels are all compiled here: tiles, products, and those of a model."""
+    device = DEVICES["snapdragon-x-elite"]
+    write_objects(tmp_path / "tiles", "graviton-3", device.isa)
+    jobs, results = list[Job](), dict[str, np.ndarray]()
+    for case in panels.CASES:
+        graph, arrays = panels.graph_of(case)
+        options = Options(case.mode, 1, max_rows=panels.ROWS_OF_TOKENS, max_logits=panels.ROWS_OF_TOKENS)
+        jobs += ahead.jobs_for(device, graph, arrays, options, (case.mode,))  # type: ignore[arg-type]
+        results[case.name] = run("cpu", graph, arrays, panels.ROWS_OF_TOKENS, options)
+    np.savez(tmp_path / "panels.npz", **results)  # type: ignore[arg-type]
+    write_kernels(tmp_path / "kernels", [ahead.compiled(list(dict.fromkeys(jobs)), device)])
+    none: dict[str, Any] = {"out": None, "embedded": False, "target": None, "isa": None, "as_json": True}
+    build(model=model_file, goals=[device.name], mode="a8", caches=["file"], **none)
+    write_kernels(tmp_path / "kernels", kernel_pack.decode(beside(model_file).read_bytes(), "pack"))
+    beside(model_file).unlink()
+    generation = Model.load(model_file, context=256, threads=1, mode="a8").generate(PROMPT, max_tokens=24)
+    "".join(generation)
+    runs = [{"mode": "a8", "kv": "f16", "tokens": generation.tokens}]
+    expect = {"isa": device.isa, "model": str(model_file), "prompt": PROMPT, "runs": runs}
+    (tmp_path / "expect.json").write_text(json.dumps(expect))
+    on_arm("max", tmp_path, tmp_path / "cache")
 
 
 def test_kernels_compiled_here_run_there(model_file: Path, tmp_path: Path) -> None:

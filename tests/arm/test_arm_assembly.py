@@ -99,6 +99,23 @@ def test_floats_are_converted_by_instructions_of_armv8_0(kind: int, tokens: int)
     assert not [line for line in text.splitlines() if "f" in line[:3] and ".8h" in line]
 
 
+@pytest.mark.parametrize("board", ["apple-m2", "graviton-3"])
+@pytest.mark.parametrize("bits, mode16", [(4, False), (4, True), (8, False)])
+def test_products_of_octets_do_all_the_work_of_prompts_where_the_processor_has_them(
+    board: str, bits: int, mode16: bool
+) -> None:
+    unpack, reorder, tile = (loops(text) for text in arm_roofline.panel_code(board, bits, mode16))
+    assert len(tile.passes) == 1 + mode16 and not unpack.calls + reorder.calls + tile.calls
+    for found in tile.passes:
+        assert {name for name in found if name.startswith("v.")} == {"v.smmla"}
+        assert found["v.smmla"] * 32 == PRODUCTS_PER_CHUNK * arm_roofline.TOKENS
+        # Weights once, and activations once for each half of the rows: no sum is put aside.
+        assert found["ldr"] + found["ldur"] + 2 * found["ldp"] == (32 if mode16 else 40) and not found["str"] + found["stp"]
+    # Two vectors that are written as `st2` need no zip1.
+    for found, vectors in ((unpack.inner, 32), (reorder.inner, 16 if mode16 else 8)):
+        assert found["v.zip1"] + found["v.zip2"] + found["st2"] == vectors
+
+
 def test_sdot_takes_activations_by_lane() -> None:
     """One 16-byte load serves four quads: no broadcast of its own for each."""
     inner = loops(code(PI5, 4, False, 1)).inner
@@ -114,15 +131,25 @@ def test_instructions_for_a_line_are_as_documented() -> None:
     assert sum(inner.values()) / 256 < 0.5
 
 
-def test_the_table_is_in_the_documentation() -> None:
+def test_the_tables_are_in_the_documentation() -> None:
     text = (arm_roofline.__spec__.origin or "").replace("tools/lab/arm_roofline.py", "docs/arm.md")
     with open(text, encoding="utf-8") as file:
-        assert arm_roofline.markdown(arm_roofline.table()) in file.read(), "run: python -m edgeq.tools.lab.arm_roofline"
+        page = file.read()
+    assert arm_roofline.markdown(arm_roofline.table()) in page, "run: python -m edgeq.tools.lab.arm_roofline"
+    assert arm_roofline.markdown_of_prompts(arm_roofline.prompts()) in page, "run: python -m edgeq.tools.lab.arm_roofline"
 
 
 def test_decode_is_bound_by_memory_and_json_says_so() -> None:
     result = CliRunner().invoke(arm_roofline.main, ["--json"])
-    rows = json.loads(result.stdout)
-    assert {row["board"] for row in rows} == {PI4, PI5}
+    rows = json.loads(result.stdout)["decode"]
+    assert {row["board"] for row in rows} == set(CORES)
     for row in rows:
-        assert row["compute"]["4"] > row["memory"] > row["memory_reached"]
+        if row["board"] in (PI4, PI5):
+            assert row["compute"]["4"] > row["memory"] > row["memory_reached"]
+
+
+def test_an_instruction_for_a_matrix_makes_prompts_nearly_twice_as_fast() -> None:
+    found = {(row.board, row.isa, row.weights, row.mode): row.compute[1] for row in arm_roofline.prompts()}
+    for (board, isa, weights, mode), speed in found.items():
+        if isa == "neon-i8mm":
+            assert 1.9 < speed / found[board, "neon-dotprod", weights, mode] < 2.3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,21 +19,52 @@ PI5 = frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"})
 
 
 def test_a_generic_processor_gets_a_name_by_its_features() -> None:
-    assert processor.settings(PI5, "generic") == ("cortex-a76", "+neon,+lse,+fullfp16,+rdm,+dotprod")
-    assert processor.settings(PI4, "generic") == ("cortex-a72", "+neon,-lse,-fullfp16,-rdm,-dotprod")
+    assert processor.settings(PI5, "generic") == ("cortex-a76", "+neon,+lse,+fullfp16,+rdm,+dotprod,-i8mm")
+    assert processor.settings(PI4, "generic") == ("cortex-a72", "+neon,-lse,-fullfp16,-rdm,-dotprod,-i8mm")
 
 
 def test_a_known_processor_keeps_its_name_but_not_features_that_the_kernel_denies() -> None:
-    assert processor.settings(PI5 - {"lse"}, "cortex-a78ae") == ("cortex-a78ae", "+neon,-lse,+fullfp16,+rdm,+dotprod")
+    assert processor.settings(PI5 - {"lse"}, "cortex-a78ae") == ("cortex-a78ae", "+neon,-lse,+fullfp16,+rdm,+dotprod,-i8mm")
 
 
-@pytest.mark.parametrize("features, name", [(PI4, "neon"), (PI5, "neon-dotprod")])
+@pytest.mark.parametrize("features, name", [(PI4, "neon"), (PI5, "neon-dotprod"), (PI5 | {"i8mm"}, "neon-i8mm")])
 def test_the_instruction_set_follows_the_features(features: frozenset[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", features, 4))
     isa, reason = choose()
     assert isa.name == name
-    best = name == "neon-dotprod"
-    assert reason == ("the best this processor has" if best else "no neon-dotprod: the processor lacks dotprod")
+    assert (
+        reason
+        == {
+            "neon": "no neon-i8mm: the processor lacks dotprod, i8mm; no neon-dotprod: the processor lacks dotprod",
+            "neon-dotprod": "no neon-i8mm: the processor lacks i8mm",
+            "neon-i8mm": "the best this processor has",
+        }[name]
+    )
+
+
+def _library(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., int]) -> None:
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda _: SimpleNamespace(**functions))
+
+
+@pytest.mark.parametrize("found, features", [({16: 1 << 1, 26: 0}, PI4), ({16: 0x101502, 26: 1 << 13}, PI5 | {"i8mm"})])
+def test_linux_says_what_all_cores_have(
+    found: dict[int, int], features: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    _library(monkeypatch, getauxval=lambda kind: found[kind])
+    assert machine._arm_features() == features
+
+
+@pytest.mark.parametrize("known, value", [(True, 1), (True, 0), (False, 1)])
+def test_macos_is_asked_for_what_only_later_processors_have(known: bool, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sysctlbyname(name: bytes, to: Any, *rest: Any) -> int:
+        assert name == b"hw.optional.arm.FEAT_I8MM"
+        to._obj.value = value if known else 0
+        return 0 if known else -1
+
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    _library(monkeypatch, sysctlbyname=sysctlbyname)
+    assert machine._arm_features() == (PI5 | {"i8mm"} if known and value else PI5)
 
 
 def test_asking_a_cortex_a72_for_dot_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +75,7 @@ def test_asking_a_cortex_a72_for_dot_products_is_refused(monkeypatch: pytest.Mon
 
 def test_what_the_user_told_numba_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", PI4, 4))
-    assert processor.here().flags == "+neon,-lse,-fullfp16,-rdm,-dotprod"
+    assert processor.here().flags == "+neon,-lse,-fullfp16,-rdm,-dotprod,-i8mm"
     monkeypatch.setenv("NUMBA_CPU_NAME", "cortex-a53")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+neon")
     assert (processor.here().name, processor.here().flags) == ("cortex-a53", "+neon")

@@ -6,18 +6,27 @@ Compiled on the machine that runs the tests, where that takes a second; run in t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 
 from edgeq.format.codec import BITS, CHUNK, MAX_ENTRY, SCALE_CODES, Codec, Kind, pack_beside, pack_groups, pack_integers
 from edgeq.format.trellis import ring_indices
-from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.isa import all_isas, isa_index
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit.simd import I64
 from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
+from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile
 from edgeq.targets.cpu.kernels.products.groups import group_kind
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.tiles import plus
 
 ROWS = 48
+ROOM = 1 << 14
+"""Bytes for octets of a tile's activations; unpacked weights follow."""
 HALF_GRIDS: tuple[Kind, ...] = ("half", "s4")
 
 
@@ -40,15 +49,40 @@ CODECS = [
 CASES = list(itertools.starmap(TileCase, itertools.product(CODECS, (0, 1), (1, 4))))
 
 
-def write_objects(folder: Path, board: str, isa: str) -> None:
+def isa_of(name: str) -> Isa:
+    return next(each for each in all_isas() if each.name == name)
+
+
+class Octets(OctetTile):
+    """What panel_matmul.py does with a tile, from beginning to end, called as `IntegerTile` is."""
+
+    def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
+        def of(field: Any) -> Any:
+            return field.load(b, record)
+
+        nothing, chunks, octets = ir.Constant(I64, 0), of(ProductArgs.chunks), of(ProductArgs.room)
+        panel = plus(b, octets, ROOM)
+        self.emit_octets(b, of(ProductArgs.x), chunks, octets)
+        stored = b.add(of(ProductArgs.weights), b.mul(n, of(ProductArgs.weights_block)))
+        self.emit_unpacked(b, record, n, stored, chunks, panel)
+        places = nothing, chunks, nothing, of(ProductArgs.x_blocks)
+        self.emit_chunks(b, record, n, r, out, places, (panel, nothing, nothing, octets))
+
+
+def emitter(isa: str, case: TileCase) -> IntegerTile:
+    """The tile that products of that many rows have."""
+    codec, mode16, tokens = case
+    extent = HALF_CHUNK if codec.group_size == 16 else CHUNKS
+    weights = IntegerWeights(isa_index(isa_of(isa)), codec.bits, mode16, group_kind(codec), extent)
+    return Octets(weights, tokens) if isa_of(isa).octets and tokens > 1 else IntegerTile(weights, tokens)
+
+
+def write_objects(folder: Path, board: str, isa: str, cases: Sequence[TileCase] = CASES) -> None:
     from edgeq.tools.lab import arm_roofline
 
     folder.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
-        codec, mode16, tokens = case
-        extent = HALF_CHUNK if codec.group_size == 16 else CHUNKS
-        emitter = arm_roofline.tile(isa, codec.bits, bool(mode16), group_kind(codec), extent, tokens)
-        target, module = arm_roofline.compiled(arm_roofline.CORES[board], emitter.emit, case.symbol)
+    for case in cases:
+        target, module = arm_roofline.compiled(arm_roofline.CORES[board], emitter(isa, case).emit, case.symbol)
         (folder / f"{case.symbol}.o").write_bytes(target.emit_object(module))
 
 
@@ -56,7 +90,7 @@ def in_store(quads: np.ndarray, isa: str, case: TileCase) -> np.ndarray:
     """Integers [quad, token, 4] as a tile of that case reads them."""
     if not case.mode16:
         return quads.astype(np.int8)
-    if next(each for each in all_isas() if each.name == isa).takes_pairs(case.codec.multiplied_bits):
+    if isa_of(isa).takes_pairs(case.codec.multiplied_bits):
         return quads[:, :, [0, 2, 1, 3]].astype(np.int16)
     return np.stack([quads, quads + 128 >> 8], axis=2).astype(np.int8)
 
@@ -99,6 +133,7 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
         "weights": pack_integers(q, bits), "scales": pack_beside(codec, "scale", stored),
         "zeros": table if "table" in codec.parts(16, 32) else pack_groups(zeros),
         "super_scales": pack_groups(row_scale),
+        "room": np.zeros(ROOM + 512 * chunks, np.uint8),
     }  # fmt: skip
     places, kept = dict[str, int](), []
     for name, array in arrays.items():

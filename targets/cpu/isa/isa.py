@@ -28,7 +28,8 @@ class Isa(Protocol):
     shifts_bytes  whether one instruction shifts every byte of a vector
     folds_indices  whether `looked_up` takes no notice of bits 4 to 6 of an index
     panels      whether products with several rows unpack weights first, once for all of a panel (panel_matmul.py); then also
-                `run`, `pairs16` and `widened`, of which `dot8` is made
+                `run`, `pairs16` and `widened`, of which `dot8` is made, or `dot_octets`
+    octets      whether one instruction multiplies two tokens by two rows, eight channels of each (octet_tile.py)
     """
 
     name: str
@@ -44,6 +45,7 @@ class Isa(Protocol):
     shifts_bytes: bool = False
     folds_indices: bool = False
     panels: bool = False
+    octets: bool = False
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""
@@ -77,6 +79,15 @@ class Isa(Protocol):
     def widened(self, b: Any, accumulator: Any, total: Any) -> Any:
         """accumulator + such sums."""
         raise AssertionError(f"{self.name} adds products in 32 bits")
+
+    def signed(self, b: Any, quad: Any, bits: int) -> Any:
+        """Unpacked bytes as `dot_octets` takes them: int8, `offset` less."""
+        raise AssertionError(f"{self.name} has no products of octets")
+
+    def dot_octets(self, b: Any, accumulator: Any, tokens: Any, weights: Any) -> Any:
+        """accumulator, <4 x i32>, + the sums of eight products: token 0 by row 0, 0 by 1, 1 by 0, 1 by 1.  tokens, weights: of
+        two tokens or rows eight channels each, int8."""
+        raise AssertionError(f"{self.name} has no products of octets")
 
     def dot16(self, b: Any, accumulator: Any, pairs: Any, token: Any) -> Any:
         """accumulator + two products per lane: `pairs` and `token` hold two int16 each, not all of them -2^15."""

@@ -13,6 +13,11 @@ saddw of the 8-bit entries + 8 unpack + 2 loads = 34, without counting the table
 which round the activations a second time.  It would win at 2 bits (34 against 69), where memory is already the bound of four
 cores, and it needs bits of four channels side by side, another stored order.  So multiplication it is at every width.
 
+With `smmla` (i8mm: Apple M2, Neoverse V1, Cortex-X2 and later) an instruction multiplies two tokens by two rows, eight
+channels of each: twice the products of `sdot`.  It wants eight neighbouring channels of a row side by side, not four as the
+file has them, so weights and activations are put in that order for a panel (kernels/panels/octet_tile.py).  A token alone would
+leave half of it unused, and goes by `sdot`.
+
 16-bit activations are multiplied as two bytes each, by the same instructions twice; without the dot product and with weights
 of 8 bits, whose products of bytes leave no room in 16 bits, whole: `smull` and `addp`.
 """
@@ -57,7 +62,7 @@ class Neon(Isa):
         for start in range(0, len(quads), run):
             sums: list[Any] = [None, None]
             for quad, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
-                weights, channels = self._signed(b, quad, bits), b.bitcast(token, B16)
+                weights, channels = self.signed(b, quad, bits), b.bitcast(token, B16)
                 for high in range(2):
                     pair = (_half(b, weights, bool(high)), _half(b, channels, bool(high)))
                     product = call(b, "llvm.aarch64.neon.smull.v8i16", H8, *pair)
@@ -66,7 +71,7 @@ class Neon(Isa):
             accumulator = b.add(accumulator, call(b, "llvm.aarch64.neon.saddlp.v4i32.v8i16", S4, total))
         return accumulator
 
-    def _signed(self, b: Any, quad: Any, bits: int) -> Any:
+    def signed(self, b: Any, quad: Any, bits: int) -> Any:
         return b.xor(quad, constant(B16, 128)) if bits == 8 else quad
 
     def looked_up(self, b: Any, table: Any, index: Any) -> Any:
@@ -89,9 +94,20 @@ class NeonDot(Neon):
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
         for quad, token in zip(quads, tokens, strict=True):
-            pair = (self._signed(b, quad, bits), b.bitcast(token, B16))
+            pair = (self.signed(b, quad, bits), b.bitcast(token, B16))
             accumulator = call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", S4, accumulator, *pair)
         return accumulator
 
     def takes_pairs(self, bits: int) -> bool:
         return False
+
+
+class NeonI8mm(NeonDot):
+    name = "neon-i8mm"
+    label = "NEON with matrix products"
+    needs = frozenset({"asimd", "dotprod", "i8mm"})
+    panels = True
+    octets = True
+
+    def dot_octets(self, b: Any, accumulator: Any, tokens: Any, weights: Any) -> Any:
+        return call(b, "llvm.aarch64.neon.smmla.v4i32.v16i8", S4, accumulator, tokens, weights)

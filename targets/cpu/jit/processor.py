@@ -17,7 +17,7 @@ from edgeq.system import machine
 from edgeq.system.devices import DeviceSpec
 
 # Our names of features -> LLVM's.
-LLVM_FEATURES = {"asimd": "neon", "lse": "lse", "fp16": "fullfp16", "rdm": "rdm", "dotprod": "dotprod"}
+LLVM_FEATURES = {"asimd": "neon", "lse": "lse", "fp16": "fullfp16", "rdm": "rdm", "dotprod": "dotprod", "i8mm": "i8mm"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ _V3 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "cx16", "f16c", "fma", "l
 _OF_ISA = {
     "neon": (*_ARM, frozenset({"asimd"}), "cortex-a72"),
     "neon-dotprod": (*_ARM, frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"}), "cortex-a76"),
+    "neon-i8mm": (*_ARM, frozenset({"asimd", "dotprod", "fp16", "i8mm", "lse", "rdm"}), "cortex-a76"),
     "avx2": (*_X86, _V3, "x86-64-v3"),
     "avx512-vnni": (*_X86, _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}, "x86-64-v4"),
 }

@@ -9,12 +9,12 @@ from edgeq.format.codec import CHUNK
 from edgeq.format.records import Weight
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.kernels.args import A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.panels import panel_matmul
 from edgeq.targets.cpu.kernels.products import (
     low_rank,
     matmul,
     matrix_matmul,
     matrix_swiglu,
-    panel_matmul,
     swiglu_matmul,
     winograd,
 )

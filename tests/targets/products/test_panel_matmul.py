@@ -6,8 +6,8 @@ import pytest
 from edgeq.format.codec import Codec
 from edgeq.format.records import Activation, LinearSpec
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.kernels.products.panel_matmul import GROUP_BLOCKS, PANEL
-from edgeq.targets.cpu.kernels.products.panel_tile import STEP_CHUNKS
+from edgeq.targets.cpu.kernels.panels.panel_matmul import GROUP_BLOCKS, PANEL
+from edgeq.targets.cpu.kernels.panels.panel_tile import STEP_CHUNKS
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, MODES, Arrays, case, in_turn, matrix, product, run, weight

@@ -11,8 +11,8 @@ from llvmlite import ir
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.avx2 import Avx2
 from edgeq.targets.cpu.kernels.args import CHUNKS
+from edgeq.targets.cpu.kernels.panels.panel_tile import PanelTile, center_of
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerWeights
-from edgeq.targets.cpu.kernels.products.panel_tile import PanelTile, center_of
 from edgeq.targets.cpu.lowering.activations import MAX_A16
 
 TRIPLE = "x86_64-unknown-linux-gnu"

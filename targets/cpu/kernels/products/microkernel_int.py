@@ -75,6 +75,11 @@ class IntegerWeights:
     extent: int
 
     @property
+    def octets(self) -> bool:
+        """Whether tiles of panels multiply two tokens by two rows at once."""
+        return all_isas()[self.isa].octets
+
+    @property
     def words(self) -> bool:
         """Whether weights are multiplied in 16 bits."""
         return bool(self.mode16) and all_isas()[self.isa].takes_pairs(multiplied_bits(self.bits, self.group_kind))
@@ -350,18 +355,22 @@ class IntegerTile:
 
     def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
         """Adds one activation block to the floats."""
-        of_groups, xscale, xsum = addresses
         for part in range(self.parts):
-            block, place = divmod(part, self.per_block)
-            numbers = self.groups.load(b, of_groups[block], index, place, ahead=bool(self.isa.prefetch_distances))
-            for t in range(self.tokens):
+            self._finish_part(b, part, index, addresses, sums[part], floats[part])
 
-                def sum_x(t: int = t) -> Any:
-                    return self._number_of(b, self.row_sums, xsum, index, t, I32)
+    def _finish_part(self, b: Any, part: int, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
+        """The same for the rows of one vector: accumulators [token][chain], floats [token]."""
+        of_groups, xscale, xsum = addresses
+        block, place = divmod(part, self.per_block)
+        numbers = self.groups.load(b, of_groups[block], index, place, ahead=bool(self.isa.prefetch_distances))
+        for t in range(self.tokens):
 
-                factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
-                to = b.load(floats[part][t])
-                b.store(self.groups.added(b, numbers, self._total(b, sums[part][t]), sum_x, factor, to), floats[part][t])
+            def sum_x(t: int = t) -> Any:
+                return self._number_of(b, self.row_sums, xsum, index, t, I32)
+
+            factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
+            total = self._total(b, sums[t])
+            b.store(self.groups.added(b, numbers, total, sum_x, factor, b.load(floats[t])), floats[t])
 
     def _total(self, b: Any, slots: list[Any]) -> Any:
         sums = [b.load(slot) for slot in slots]

@@ -1,4 +1,5 @@
-"""Packed integers times many tokens where a processor's dot products are several instructions: weights are unpacked first.
+"""Packed integers times many tokens, weights unpacked first: where a dot product is several instructions, or one multiplies
+two rows by two tokens.
 
 A block of weights, some hundred channels of it, is unpacked into the first-level cache, once for a panel of tokens, which then
 pass by in tiles.  So a tile has all registers for its sums:
@@ -7,6 +8,8 @@ pass by in tiles.  So a tile has all registers for its sums:
                             then in 32
     of 16 bits, or weights  16 bits for every weight, even and odd channels of a quad apart; half as many multiplications and
     too large for that      more additions (panel_tile.py)
+    octets                  a byte for every weight, eight channels of two rows side by side, and activations in the same order
+                            (octet_tile.py)
 
 Sums of integers are exact, and what becomes of them is what microkernel_int.py does, in its order: results are the same bits.
 """
@@ -21,6 +24,16 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile, octets_of
+from edgeq.targets.cpu.kernels.panels.panel_tile import (
+    BYTES_OF_CHUNK,
+    MAX_BLOCKS,
+    STEP_CHUNKS,
+    PanelTile,
+    cross_sums,
+    tile_product,
+    unpacked,
+)
 from edgeq.targets.cpu.kernels.products.matmul import (
     BLOCK_BYTES,
     SCRATCH_BYTES,
@@ -29,14 +42,6 @@ from edgeq.targets.cpu.kernels.products.matmul import (
     tile_loop,
 )
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
-from edgeq.targets.cpu.kernels.products.panel_tile import (
-    BYTES_OF_CHUNK,
-    MAX_BLOCKS,
-    STEP_CHUNKS,
-    cross_sums,
-    panel_tile,
-    unpacked,
-)
 from edgeq.targets.cpu.kernels.products.swiglu_matmul import RESULT_STRIDE, UNIT, GatedProductArgs, gated_loop
 from edgeq.targets.cpu.kernels.rows.elementwise import gated
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, write_quantized
@@ -53,11 +58,20 @@ ROW_SUMS_BYTES = 4 * MAX_BLOCKS
 TOKEN_SUMS = RESULTS + PANEL * RESULT_STRIDE
 WEIGHT_SUMS = TOKEN_SUMS + PANEL * ROW_SUMS_BYTES
 UNPACKED = WEIGHT_SUMS + MAX_BLOCKS * LINE
-"""After that: cross sums of the panel's tokens and of a block's weights, and the weights themselves."""
+"""After that: cross sums of the panel's tokens and of a block's weights, octets of the tokens, and the weights themselves."""
+
+
+def octet_bytes(weights: IntegerWeights) -> int:
+    """Bytes of the octets of a token in a chunk; 0: there are none."""
+    return CHUNK * (1 + weights.mode16) if weights.octets else 0
+
+
+def tile_of_panel(weights: IntegerWeights, tokens: int) -> PanelTile:
+    return OctetTile(weights, tokens) if weights.octets else PanelTile(weights, tokens)
 
 
 @inline
-def no_sums(args, chunks, source, out):
+def nothing(args, chunks, source, out):
     return None
 
 
@@ -76,52 +90,71 @@ def step_of(args, first, extent):
 
 def panel_product(weights: IntegerWeights, tokens: int) -> Any:
     """A function: (args, n, (r, here), chunks, out, scratch, room): out f32 [here, up to whole tiles][16] += block n, the
-    chunks of a step, times `here` rows from row r on; from the first chunk on it is set.  `room`: of the thread, with the cross
-    sums of these rows."""
-    product, unpack_chunks = panel_tile(weights, tokens), unpacked(weights)
-    line, sum_weights = weights.bits * LINE, cross_sums(weights, 0) if weights.words else no_sums
+    chunks of a step, times `here` rows from row r on; from the first chunk on it is set.  `room`: of the thread, with what
+    `panel_of_tokens` has made of these rows."""
+    tile = tile_of_panel(weights, tokens)
+    product, unpack_chunks = tile_product(tile), unpacked(tile)
+    line, sum_weights = weights.bits * LINE, cross_sums(weights, 0) if weights.words else nothing
+    of_token, place_of_tokens = octet_bytes(weights), places_of_tokens(weights)
 
     @always_inline
     def multiply(args, n, rows, chunks, out, scratch, room):
-        (r, here), (first, count, _, _), panel = rows, chunks, room + UNPACKED
+        (r, here), (first, count, _, _), panel = rows, chunks, room + UNPACKED + PANEL * of_token * chunks[1]
         unpack_chunks(args, n, args.weights + n * args.weights_block + first * line, count, panel)
         sum_weights(args, chunks, panel, room + WEIGHT_SUMS)
         if first == 0:
             for t in range((here + tokens - 1) // tokens * tokens):
                 vstore(out + BLOCK_BYTES * t, vsplat(0.0))
         for t in range(0, here, tokens):
-            rooms = panel, scratch, room + WEIGHT_SUMS, room + TOKEN_SUMS + ROW_SUMS_BYTES * t
+            rooms = panel, scratch, room + WEIGHT_SUMS, place_of_tokens(room, chunks, t)
             product(args, n, r + t, out + BLOCK_BYTES * t, chunks, rooms)
 
     return multiply
 
 
-def panel_sums(weights: IntegerWeights, tokens: int) -> Any:
-    """A function: (args, (r, here), chunks, room): the cross sums of `here` rows from row r on, in the chunks of a step."""
-    sum_tokens, chunk_bytes = cross_sums(weights, tokens) if weights.words else no_sums, 2 * CHUNK * tokens
+def places_of_tokens(weights: IntegerWeights) -> Any:
+    """A function: (room, chunks, t): where octets or cross sums of a tile from token t of the panel on are."""
+    of_token = octet_bytes(weights)
+
+    @always_inline
+    def place(room, chunks, t):
+        return room + UNPACKED + of_token * chunks[1] * t if of_token else room + TOKEN_SUMS + ROW_SUMS_BYTES * t
+
+    return place
+
+
+def panel_of_tokens(weights: IntegerWeights, tokens: int) -> Any:
+    """A function: (args, (r, here), chunks, room): octets or cross sums of `here` rows from row r on, in the chunks of a step,
+    where `places_of_tokens` says."""
+    tile, prepare_tile = tile_of_panel(weights, tokens), nothing
+    if isinstance(tile, OctetTile):
+        prepare_tile = octets_of(tile)
+    elif weights.words:
+        prepare_tile = cross_sums(weights, tokens)
+    chunk_bytes, place_of_tokens = (1 + weights.mode16) * CHUNK * tokens, places_of_tokens(weights)
 
     @always_inline
     def prepare(args, rows, chunks, room):
         r, here = rows
         for t in range(0, here, tokens):
             x = args.x + (r + t) * args.x_stride + chunks[0] * chunk_bytes
-            sum_tokens(args, chunks, x, room + TOKEN_SUMS + ROW_SUMS_BYTES * t)
+            prepare_tile(args, chunks, x, place_of_tokens(room, chunks, t))
 
     return prepare
 
 
 def room_bytes(weights: IntegerWeights, chunks: int) -> int:
-    """Room of a thread: floats of a panel with a group of blocks, results of a unit, cross sums, and unpacked weights of the
-    wider kind, so that modes share it.
+    """Room of a thread: floats of a panel with a group of blocks, results of a unit, cross sums, octets of the panel, and
+    unpacked weights, of the wider kind, so that modes share it.
     """
     step = chunks if weights.extent == WHOLE else min(chunks, STEP_CHUNKS)
-    return UNPACKED + 2 * BYTES_OF_CHUNK * step
+    return UNPACKED + (2 * BYTES_OF_CHUNK + 2 * CHUNK * PANEL * weights.octets) * step
 
 
 def panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
     """GEMM of prefill: packed integers times any number of tokens, a last one by itself."""
     weights, tokens = IntegerWeights(isa, bits, mode16, group_kind, extent), all_isas()[isa].tiles[0]
-    multiply, prepare, whole = panel_product(weights, tokens), panel_sums(weights, tokens), extent == WHOLE
+    multiply, prepare, whole = panel_product(weights, tokens), panel_of_tokens(weights, tokens), extent == WHOLE
     single = tile_loop(IntegerTile(weights, 1), 1)
 
     def kernel(record, part, parts, thread):
@@ -149,7 +182,7 @@ def panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int)
 def gated_panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
     """`gated_matmul` in the same way: gate and up, silu(gate) * up and its quantization."""
     weights, tokens = IntegerWeights(isa, bits, mode16, group_kind, extent), all_isas()[isa].tiles[0]
-    multiply, prepare, whole = panel_product(weights, tokens), panel_sums(weights, tokens), extent == WHOLE
+    multiply, prepare, whole = panel_product(weights, tokens), panel_of_tokens(weights, tokens), extent == WHOLE
     single = gated_loop(weights, 1, 1, 1, tokens)
 
     @always_inline

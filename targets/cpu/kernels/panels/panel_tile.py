@@ -42,6 +42,7 @@ class PanelTile(IntegerTile):
     def __init__(self, weights: IntegerWeights, tokens: int) -> None:
         super().__init__(weights, tokens)
         self.chains = 1
+        self.chunk_bytes = BYTES_OF_CHUNK * (2 if self.pairs else 1)
         self.sums_at: Any = None
         # Cross sums of the block and of the tile, where words are multiplied.
         self.of_weights: Any = None
@@ -55,13 +56,10 @@ class PanelTile(IntegerTile):
         """`chunks`: the first one, how many, their first activation block, how many of those;  rooms: where unpacked weights
         lie; for the integer sums of a tile; cross sums of these activation blocks, of the block's weights and of the tile."""
         first, count, start, blocks = chunks
-        panel, self.sums_at, of_weights, of_tokens = rooms
         x, numbers = self._operands(b, record, [n], r)
-        of_chunk = BYTES_OF_CHUNK * (2 if self.pairs else 1)
-        w = [b.sub(panel, b.mul(first, ir.Constant(I64, of_chunk)))]
+        x = self._take_rooms(b, x, chunks, rooms)
+        w = [b.sub(rooms[0], b.mul(first, ir.Constant(I64, self.chunk_bytes)))]
         floats = [[self._float_at(b, out, part, t) for t in range(self.tokens)] for part in range(self.parts)]
-        self.of_weights = b.sub(of_weights, b.mul(start, ir.Constant(I64, LINE)))
-        self.of_tokens = b.sub(of_tokens, b.mul(start, ir.Constant(I64, 4 * self.tokens)))
         if self.extent == HALF_CHUNK:
             with cgutils.for_range(b, count) as loop:
                 self._halves(b, record, w, x, b.add(first, loop.index), numbers, floats)
@@ -73,8 +71,38 @@ class PanelTile(IntegerTile):
             index = b.add(start, loop.index)
             self._whole_chunks(b, w, x, index, chunks_of(b, index, last, per_block), numbers, floats)
 
+    def _take_rooms(self, b: Any, x: Any, chunks: tuple[Any, ...], rooms: tuple[Any, ...]) -> Any:
+        """The address of the first chunk of the tile's activations, which are at `x`."""
+        start = chunks[2]
+        _, self.sums_at, of_weights, of_tokens = rooms
+        self.of_weights = b.sub(of_weights, b.mul(start, ir.Constant(I64, LINE)))
+        self.of_tokens = b.sub(of_tokens, b.mul(start, ir.Constant(I64, 4 * self.tokens)))
+        return x
+
     def _float_at(self, b: Any, out: Any, part: int, t: int) -> Any:
         return b.inttoptr(self._place(b, out, part, t), self.floats.as_pointer())
+
+    def emit_unpacked(self, b: Any, record: Any, n: Any, stored: Any, chunks: Any, out: Any) -> None:
+        """`chunks` chunks of block n at `stored`, unpacked to `out` as the tile takes them."""
+        table = self.unpacker.table(b, record, n)
+        with cgutils.for_range(b, chunks) as loop:
+            line, to = at(b, stored, loop.index, self.line_bytes), at(b, out, loop.index, self.chunk_bytes)
+            # Those of the next step.
+            prefetch(b, plus(b, line, STEP_CHUNKS * self.line_bytes), self.line_bytes, level=2)
+            for part in range(self.per_block):
+                self.store_quads(b, to, part, self.unpacker.quads(b, line, part, table))
+
+    def store_quads(self, b: Any, to: Any, part: int, quads: list[Any]) -> None:
+        """The quads of an unpacked chunk, for the rows of a vector: a byte for every weight, or words less `center_of`."""
+        words = ir.VectorType(I16, self.width // 2)
+        for j, quad in enumerate(quads):
+            if not self.pairs:
+                store(b, quad, plus(b, to, LINE * j + self.width * part), self.width)
+                continue
+            quad = b.bitcast(quad, words)
+            for k, half in enumerate((b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))):
+                half = b.sub(half, constant(words, center_of(self.bits)))
+                store(b, half, plus(b, to, LINE * (2 * j + k) + self.width * part), self.width)
 
     def _slots(self, b: Any, chains: int) -> list[list[list[Any]]]:
         if self.pairs:
@@ -152,14 +180,14 @@ def words_of(b: Any, weights: Any, j: int, k: int, width: int, parts: int) -> li
     return [load(b, place, ir.VectorType(I16, width // 2), 32) for place in places]
 
 
-def panel_tile(weights: IntegerWeights, tokens: int) -> Any:
+def tile_product(tile: PanelTile) -> Any:
     """The tile as a function: (args, n, r, out, chunks, rooms), as of `PanelTile.emit_chunks`."""
 
     @intrinsic
     def product(typing: Any, args: Any, n: Any, r: Any, out: Any, chunks: Any, rooms: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             chunks, rooms = (tuple(cgutils.unpack_tuple(b, value, 4)) for value in values[4:])
-            PanelTile(weights, tokens).emit_chunks(b, *values[:4], chunks, rooms)
+            tile.emit_chunks(b, *values[:4], chunks, rooms)
             return context.get_dummy_value()
 
         return types.void(args, *[types.intp] * 3, *[types.UniTuple(types.intp, 4)] * 2), codegen
@@ -227,31 +255,13 @@ def _token_words(b: Any, place: Any, tokens: int, tile: IntegerTile) -> list[tup
     return [(b.bitcast(even, words), b.bitcast(odd, words))]
 
 
-def unpacked(weights: IntegerWeights) -> Any:
-    """A function: (args, n, address of chunks of block n, how many, out): their quads in order, a byte for every weight, or
-    words less `center_of`."""
-    bits, tile = weights.bits, IntegerTile(weights, 1)
+def unpacked(tile: PanelTile) -> Any:
+    """A function: (args, n, address of chunks of block n, how many, out): their weights as the tile takes them."""
 
     @intrinsic
     def write(typing: Any, args: Any, n: Any, stored: Any, chunks: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
-            record, n, stored, chunks, out = values
-            width, words = tile.width, ir.VectorType(I16, tile.width // 2)
-            table = tile.unpacker.table(b, record, n)
-            with cgutils.for_range(b, chunks) as loop:
-                line = at(b, stored, loop.index, bits * LINE)
-                to = at(b, out, loop.index, BYTES_OF_CHUNK * (2 if tile.pairs else 1))
-                # Those of the next step.
-                prefetch(b, plus(b, line, STEP_CHUNKS * bits * LINE), bits * LINE, level=2)
-                for part in range(tile.per_block):
-                    for j, quad in enumerate(tile.unpacker.quads(b, line, part, table)):
-                        if not tile.pairs:
-                            store(b, quad, plus(b, to, LINE * j + width * part), width)
-                            continue
-                        quad = b.bitcast(quad, words)
-                        for k, half in enumerate((b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))):
-                            half = b.sub(half, constant(words, center_of(tile.bits)))
-                            store(b, half, plus(b, to, LINE * (2 * j + k) + width * part), width)
+            tile.emit_unpacked(b, *values)
             return context.get_dummy_value()
 
         return types.void(args, *[types.intp] * 4), codegen
