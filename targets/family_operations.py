@@ -173,6 +173,21 @@ class ScaleAdd(Operation):
 
 
 @dataclass(frozen=True)
+class ShareScale(Operation):
+    """routing[:, i] *= scales[expert i of the row], i < chosen, in place: shares and experts as of Route (Gemma 4).
+
+    scales   array [experts]
+    """
+
+    routing: str
+    chosen: int
+    scales: ArrayRef
+
+    READS = ("routing",)
+    WRITES = ("routing",)
+
+
+@dataclass(frozen=True)
 class SoftCap(Operation):
     """x = cap * tanh(x / cap), in place (Gemma 2: logits)."""
 

@@ -280,7 +280,7 @@ class Route(Operation):
 class Experts(Operation):
     """out += sum over the experts e that `routing` names for the row of share * down_e(silu(gate_e x) * up_e x).
 
-    projections   of each expert: gate and up in one layer, or one after the other, `width` channels each;  clamp: of Activate
+    projections   of each expert: gate and up in one layer, or one after the other;  width, clamp, function: of Activate
     """
 
     x: str
@@ -291,6 +291,7 @@ class Experts(Operation):
     width: int
     out: str
     clamp: tuple[float, float] | None = None
+    function: Function = "silu"
 
     READS = ("x", "routing", "out")
 
@@ -350,8 +351,7 @@ class CacheSpec:
 class Graph:
     """A network: buffer widths, operations in order, and the buffer that holds the result after the last: a decoder's logits.
 
-    cache    its layers, which CacheWrite and Attention name by their index
-    states   of its layers, which their operations name by their index, before any Select
+    cache, states   of its layers, which operations name by their index; those of states come before any Select
     """
 
     buffers: dict[str, int]

@@ -129,6 +129,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "rope_parameters": GEMMA4_ROPE}
         | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
     ),
+    "gemma4_moe": (
+        "Gemma4",
+        {"num_hidden_layers": 3, "head_dim": 32, "global_head_dim": 64, "sliding_window": 24, "rms_norm_eps": 3e-5}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "rope_parameters": GEMMA4_ROPE}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 64}
+        | {"final_logit_softcapping": 4.0},
+    ),
     "smollm3": (
         "SmolLM3",
         {"num_hidden_layers": 3, "tie_word_embeddings": True, "no_rope_layers": [1, 0, 1]}
@@ -318,6 +326,8 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
                 if name == "Gemma4" and parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
                     # Scores are not divided by the root of head_dim: gains of 1 would make them as large as no model has them.
                     parameter.data *= 0.35
+            elif parameter_name.endswith(("router.scale", "per_expert_scale")):
+                parameter.data = 1 + 0.3 * torch.randn_like(parameter)
             elif parameter_name.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))

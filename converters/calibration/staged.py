@@ -141,7 +141,7 @@ class StagedLayer(Staged):
         if not path.startswith("mlp"):
             layer.self_attn(layer.input_layernorm(batch.x), **batch.attention)
             return
-        x = layer.post_attention_layernorm(batch.x)
+        x = layer.mlp_input(batch.x)
         if isinstance(layer.mlp, TorchExperts) and path != "mlp":
             layer.mlp.run_owner(path, x.flatten(0, -2))
         else:

@@ -207,21 +207,25 @@ class TorchExperts(nn.Module):
         self.chosen, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias="router" in biases)
         self.experts = nn.ModuleList([Mlp(config, config.intermediate_size, of_experts) for _ in range(config.num_experts)])
-        shared = config.shared_expert_intermediate_size
+        shared, gated = config.shared_expert_intermediate_size, not config.experts_beside_mlp
         self.shared_expert = Mlp(config, shared, ()) if shared else None
-        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if shared else None
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if shared and gated else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)  # [tokens, hidden]
-        shares, experts = self._routed(x)
+        result = self._summed(x, *self._routed(x))
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            result += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return result.view(hidden_states.shape)
+
+    def _summed(self, x: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
+        """What the experts of every token give, times their shares."""
         result = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             tokens, places = (experts == index).nonzero(as_tuple=True)
             if len(tokens):
                 result.index_add_(0, tokens, expert(x[tokens]) * shares[tokens, places, None])
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            result += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
-        return result.view(hidden_states.shape)
+        return result
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and numbers of the experts of every token, [tokens, experts per token]."""
@@ -238,6 +242,44 @@ class TorchExperts(nn.Module):
             self.experts[int(index)](x[(experts == int(index)).any(-1)])
         else:
             self.get_submodule(owner)(x)
+
+
+class TorchExpertsBesideMlp(TorchExperts):
+    """shared_norm(shared_expert(input_norm(x))) + experts_norm(experts of experts_input_norm(x), routed by router_norm(x))."""
+
+    def __init__(self, config: Stack, biases: tuple[str, ...], input_norm: nn.Module) -> None:
+        """`input_norm`: that of the layer, which stays its own."""
+        super().__init__(config, biases)
+        size = config.hidden_size
+        self.shared_norm, self.router_norm = Norm(config, size), Norm(config, size)
+        self.experts_input_norm, self.experts_norm = Norm(config, size), Norm(config, size)
+        self.expert_scales = Gain(config.num_experts)
+        # Not a module of this one too.
+        self._input_norm = (input_norm,)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The stream itself: norms are within."""
+        x = hidden_states.flatten(0, -2)
+        summed = self._summed(self.experts_input_norm(x), *self._routed(x))
+        found: Tensor = self.shared_norm(self._shared(x)) + self.experts_norm(summed)
+        return found.view(hidden_states.shape)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        found: Tensor = self.shared_expert(self._input_norm[0](x))
+        return found
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares, experts = super()._routed(self.router_norm(x))
+        return shares * self.expert_scales.weight[experts], experts
+
+    def run_owner(self, path: str, x: Tensor) -> None:
+        _, owner, index, *_ = path.split(".")
+        if owner == "experts":
+            _, experts = self._routed(x)
+            self.experts[int(index)](self.experts_input_norm(x[(experts == int(index)).any(-1)]))
+        else:
+            self._shared(x)
 
 
 class TorchRows(nn.Module):
@@ -273,7 +315,10 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
         own_norm = config.norms_before(index) and self.parallel != "one_norm"
         self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()
-        self.mlp = TorchExperts(config, biases) if config.num_experts else Mlp(config, config.mlp_size(index), biases)
+        if config.experts_beside_mlp:
+            self.mlp: nn.Module = TorchExpertsBesideMlp(config, biases, self.post_attention_layernorm)
+        else:
+            self.mlp = TorchExperts(config, biases) if config.num_experts else Mlp(config, config.mlp_size(index), biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
         self.rows = TorchRows(config) if config.hidden_size_per_layer_input else None
         self.layer_scalar = Gain(1) if config.layer_scalars else None
@@ -290,9 +335,14 @@ class DecoderLayer(nn.Module):
         x = hidden_states + self.attention_output_norm(attended)
         return self.after_attention(x, rows)
 
+    def mlp_input(self, x: Tensor) -> Tensor:
+        """What the MLP reads of the stream after attention."""
+        found: Tensor = x if isinstance(self.mlp, TorchExpertsBesideMlp) else self.post_attention_layernorm(x)
+        return found
+
     def after_attention(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of a layer whose MLP comes after its attention, from the stream that attention was added to."""
-        result: Tensor = x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+        result: Tensor = x + self.mlp_output_norm(self.mlp(self.mlp_input(x)))
         if self.rows is not None:
             assert rows is not None
             result = result + self.rows(result, rows)

@@ -57,6 +57,11 @@ NORMS = {
     "sinks": "self_attn.sinks",
     "layer_scalar": "layer_scalar",
     "row_norm": "rows.norm",
+    "shared_norm": "mlp.shared_norm",
+    "router_norm": "mlp.router_norm",
+    "expert_scales": "mlp.expert_scales",
+    "experts_input_norm": "mlp.experts_input_norm",
+    "experts_norm": "mlp.experts_norm",
 }
 IN_FLOATS = {
     "router": "mlp.gate",

@@ -18,7 +18,7 @@ MODALITIES = 2
 """Text and vision: kinds of rows that can have activation scales of their own."""
 MAX_BASE = 4096
 """The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
-FLOAT_PARTS = ("router", "shared_gate", "delta_rates")
+FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "row_context")
 """Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, or adds up in a state
 from token to token."""
 
@@ -43,11 +43,17 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
     own_norm = config.norms_before(layer) and config.parallel_blocks != "one_norm"
     contents |= _norm(config, f"{p}mlp_norm") if own_norm else {}
     if config.num_experts:
+        beside = config.experts_beside_mlp
+        if beside:
+            contents |= {name: (hidden,) for name in (f"{p}shared_norm", f"{p}router_norm")}
         contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
+        if beside:
+            contents |= {f"{p}expert_scales": (config.num_experts,), f"{p}experts_input_norm": (hidden,)}
+            contents[f"{p}experts_norm"] = (hidden,)
         for expert in range(config.num_experts):
             contents |= _mlp(config, f"{p}experts.{expert}.", config.intermediate_size)
         if config.shared_expert_intermediate_size:
-            contents[f"{p}shared_gate"] = {f"{p}shared_gate": (1, hidden)}
+            contents |= {} if beside else {f"{p}shared_gate": {f"{p}shared_gate": (1, hidden)}}
             contents |= _mlp(config, f"{p}shared.", config.shared_expert_intermediate_size)
     else:
         contents |= _mlp(config, p, config.mlp_size(layer))

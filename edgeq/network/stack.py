@@ -30,11 +30,12 @@ NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "clas
                 "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
                 "qk_norm_kind", "delta_net", "attention_gate", "attention_sinks", "swiglu_limit", "swiglu_alpha",
                 "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "value_norm", "num_kv_shared_layers",
-                "use_double_wide_mlp", "hidden_size_per_layer_input", "layer_scalars", "final_logit_softcapping")  # fmt: skip
+                "use_double_wide_mlp", "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp",
+                "final_logit_softcapping")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
 FLAGS = ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks",
-         "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars")  # fmt: skip
+         "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars", "experts_beside_mlp")  # fmt: skip
 PARALLEL = ("none", "one_norm", "two_norms")
 QK_NORMS = ("heads", "whole", "rotated")
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
@@ -99,6 +100,7 @@ class Stack:
     num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
                             highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
                             (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
+    experts_beside_mlp      the one for all tokens has no gate, both have norms of their own, shares a factor each (Gemma 4)
     swiglu_limit, swiglu_alpha   of experts: down((u + 1) g sigmoid(swiglu_alpha g)), with the gate g at most swiglu_limit and u
                             from - swiglu_limit to it; a limit of None: down(silu(g) u) (gpt-oss)
     shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
@@ -146,6 +148,7 @@ class Stack:
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = 0
     layer_scalars: bool = False
+    experts_beside_mlp: bool = False
 
     prefix: ClassVar[str] = ""
 
@@ -216,8 +219,7 @@ class Stack:
         layers, shared = self.num_hidden_layers, self.num_kv_shared_layers
         check_integer("num_kv_shared_layers", shared, 0, layers - 1)
         for layer in range(layers - shared, layers):
-            source = self.cache_layer(layer)
-            if source < 0 or self.window(source) != self.window(layer):
+            if (source := self.cache_layer(layer)) < 0 or self.window(source) != self.window(layer):
                 raise FormatError(
                     f"config num_kv_shared_layers is {shared}: layer {layer} has a window of {self.window(layer)}, and none of "
                     f"the first {layers - shared} layers has keys and values for it"
@@ -236,8 +238,8 @@ class Stack:
         other = self.parallel or self.state_layers or self.attention_gate or self.qk_norm_kind != "heads"
         if several and other:
             raise UnsupportedError(
-                "heads of several shapes, value_norm, num_kv_shared_layers or hidden_size_per_layer_input beside "
-                "parallel_blocks, conv_layers, delta_net, attention_gate or a qk_norm_kind are not supported"
+                "heads of several shapes, value_norm, shared layers or hidden_size_per_layer_input beside parallel_blocks, "
+                "conv_layers, delta_net, attention_gate or a qk_norm_kind are not supported"
             )
 
     def _check_experts(self) -> None:
@@ -250,14 +252,18 @@ class Stack:
             check_integer(name, getattr(self, name), 0, limit)
         if self.num_experts and not self.num_experts_per_tok:
             raise FormatError(f"config has {self.num_experts} experts and uses none of them")
-        if self.num_experts and (self.hidden_act != "silu" or not self.gated):
+        if self.num_experts and (not self.gated or (self.hidden_act != "silu" and not self.experts_beside_mlp)):
             raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
+        beside = self.shared_expert_intermediate_size and self.pre_norms and self.post_norms and not self.layer_norm
+        if self.experts_beside_mlp and (not beside or self.num_kv_shared_layers):
+            wanted = "shared_expert_intermediate_size, pre_norms and post_norms, without layer_norm and num_kv_shared_layers"
+            raise UnsupportedError(f"experts_beside_mlp is supported with {wanted}")
         check_positive("swiglu_alpha", self.swiglu_alpha)
         if self.swiglu_limit is not None:
             check_positive("swiglu_limit", self.swiglu_limit)
             if not self.num_experts or self.shared_expert_intermediate_size:
                 raise UnsupportedError("swiglu_limit without experts, or beside a shared one, is not supported")
-        if self.num_experts and self.post_norms:
+        if self.num_experts and self.post_norms and not self.experts_beside_mlp:
             raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
 
     @property
@@ -277,8 +283,8 @@ class Stack:
 
     def qk_norm_sizes(self, layer: int) -> tuple[int, int]:
         """Channels of the norms of queries and of keys of this layer."""
-        shape = self.heads_of(layer)
-        return (shape.query_size, shape.kv_size) if self.qk_norm_kind == "whole" else (shape.head_dim, shape.head_dim)
+        shape, whole = self.heads_of(layer), self.qk_norm_kind == "whole"
+        return (shape.query_size, shape.kv_size) if whole else (shape.head_dim, shape.head_dim)
 
     @property
     def delta_layers(self) -> tuple[int, ...]:

@@ -10,20 +10,17 @@ from typing import cast
 
 from edgeq.format.manifest import fused_shapes, layer_prefix
 from edgeq.format.metadata import Metadata
-from edgeq.network.delta_net import DeltaNet
 from edgeq.network.rope import rotation
 from edgeq.network.stack import Stack
+from edgeq.runtime.network.block_parts import norm, projection, residual
+from edgeq.runtime.network.state_blocks import conv_block, delta_block, delta_widths, layer_states
 from edgeq.targets.family_operations import (
     ArrayScale,
-    DeltaRule,
     Gate,
-    GatedNorm,
     ScaleAdd,
-    ShortConv,
-    SiluConv,
+    ShareScale,
     SoftCap,
     ValueNorm,
-    delta_state,
 )
 from edgeq.targets.graph import (
     Activate,
@@ -38,7 +35,6 @@ from edgeq.targets.graph import (
     HeadNorm,
     HeadRotate,
     InjectVectors,
-    LayerNorm,
     Linear,
     NormAdd,
     Operation,
@@ -49,7 +45,6 @@ from edgeq.targets.graph import (
     Scale,
     Select,
 )
-from edgeq.targets.states import StateSpec
 
 
 def decoder(metadata: Metadata, context: int = 0) -> Graph:
@@ -100,16 +95,6 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     )
 
 
-def layer_states(config: Stack) -> tuple[StateSpec, ...]:
-    """The states of each layer that has some."""
-    if net := config.delta_net:
-        return (
-            StateSpec("tail", (net.taps - 1, net.channels)),
-            delta_state(net.key_heads, net.value_heads, net.key_dim, net.value_dim),
-        )
-    return (StateSpec("tail", (config.conv_taps - 1, config.hidden_size)),) if config.conv_layers else ()
-
-
 def cache_of(config: Stack, layer: int, window: int | None = None) -> CacheSpec:
     """What the cache holds of a layer."""
     shape = config.heads_of(layer)
@@ -149,16 +134,6 @@ def head_widths(config: Stack, layer: int) -> dict[str, int]:
     return {f"{other}qkv": width + 2 * shape.kv_size, f"{other}attended": shape.query_size}
 
 
-def delta_widths(net: DeltaNet) -> dict[str, int]:
-    return {
-        "delta_in": net.channels + net.value_size,
-        "delta_rates": 2 * net.value_heads,
-        "convolved": net.channels,
-        "recalled": net.value_size,
-        "delta_normed": net.value_size,
-    }
-
-
 def mlp_input(config: Stack, layer: int) -> str:
     """The buffer that the MLP reads."""
     if not config.norms_before(layer):
@@ -182,7 +157,8 @@ def mlp_buffers(config: Stack, layer: int) -> tuple[str, str]:
 
 def expert_widths(config: Stack) -> dict[str, int]:
     shared = config.shared_expert_intermediate_size
-    of_shared = {"shared_gate": 1, "gate_up": 2 * shared, "inner": shared, "branch": config.hidden_size}
+    of_shared = {"gate_up": 2 * shared, "inner": shared, "branch": config.hidden_size}
+    of_shared |= {"beside": config.hidden_size} if config.experts_beside_mlp else {"shared_gate": 1}
     return {"router": config.num_experts, "routing": 2 * config.num_experts_per_tok, **(of_shared if shared else {})}
 
 
@@ -221,14 +197,6 @@ def row_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operati
     yield Activate(layer, "row_gate", size, "row_inner", cast(Function, config.hidden_act), gated=False)
     yield Gate(layer, "row_inner", "row_context", layer * size, size, sigmoid=False)
     yield from residual(metadata, config, layer, "row_inner", f"{p}row_out", f"{p}row_norm")
-
-
-def norm(metadata: Metadata, config: Stack, layer: int, x: str, name: str, out: str) -> Operation:
-    """The norm of the stack's kind whose gain is the array `name`."""
-    arrays, eps = metadata.arrays, config.rms_norm_eps
-    if config.layer_norm:
-        return LayerNorm(layer, x, arrays[name], arrays[f"{name}_bias"], eps, out)
-    return RmsNorm(layer, x, arrays[name], eps, out)
 
 
 def attention_block(
@@ -292,43 +260,6 @@ def head_norms(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operat
             yield HeadNorm(layer, qkv, begin, width // size, size, gain, config.rms_norm_eps)
 
 
-def conv_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
-    """x += conv_out(c * conv(b * u)), with b, c, u = conv_in(norm(x)).
-
-    state    index in `Graph.states`;  select: as of `attention_block`
-    """
-    p = layer_prefix(config, layer)
-    yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
-    yield Linear(layer, "normed", metadata.linears[f"{p}conv_in"], "conv_in")
-    yield ShortConv(layer, "conv_in", config.hidden_size, metadata.arrays[f"{p}conv"], "convolved", state)
-    if select:
-        yield Select(layer, ("x", "convolved"))
-    yield from residual(metadata, config, layer, "convolved", f"{p}conv_out", f"{p}post_attention_norm")
-
-
-def delta_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
-    """x += delta_out(norm(delta(silu(conv(qkv)), rates)) * silu(gate)), with qkv, gate = delta_in(norm(x)) and the rates of
-    norm(x).
-
-    state    index in `Graph.states` of the convolution's, before that of the delta rule;  select: as of `attention_block`
-    """
-    net, arrays, p = config.delta_net, metadata.arrays, layer_prefix(config, layer)
-    assert net is not None
-    yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
-    yield from projection(metadata, config, layer, "normed", f"{p}delta_in", "delta_in")
-    yield from projection(metadata, config, layer, "normed", f"{p}delta_rates", "delta_rates")
-    yield SiluConv(layer, "delta_in", net.channels, arrays[f"{p}delta_conv"], "convolved", state)
-    yield DeltaRule(
-        layer, "convolved", "delta_rates", net.key_heads, net.value_heads, net.key_dim, net.value_dim,
-        arrays[f"{p}decay_log"], arrays[f"{p}dt_bias"], net.beta_scale, "recalled", state + 1,
-    )  # fmt: skip
-    if select:
-        yield Select(layer, ("x", "recalled", "delta_in"))
-    heads, gain, eps = net.value_heads, arrays[f"{p}delta_norm"], net.norm_eps or config.rms_norm_eps
-    yield GatedNorm(layer, "recalled", "delta_in", net.channels, heads, net.value_dim, gain, eps, "delta_normed")
-    yield from residual(metadata, config, layer, "delta_normed", f"{p}delta_out", f"{p}post_attention_norm")
-
-
 def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
     """x += down(act(gate) * up), with gate, up = gate_up(norm(x)); or, without a gate, x += down(act(up(norm(x))))."""
     p, x = layer_prefix(config, layer), mlp_input(config, layer)
@@ -352,7 +283,7 @@ def activation(config: Stack, layer: int, width: int, x: str = "gate_up", out: s
 
 def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
     """x += sum of share * expert(normed) over the chosen experts, and + sigmoid(gate) * shared(normed) where there is one."""
-    linears, p = metadata.linears, layer_prefix(config, layer)
+    linears, arrays, p = metadata.linears, metadata.arrays, layer_prefix(config, layer)
     chosen, inner, shared = config.num_experts_per_tok, config.intermediate_size, config.shared_expert_intermediate_size
     parts = dict(fused_shapes(config, layer))
     projections, downs = [], []
@@ -360,33 +291,36 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
         names = [f"{owner}gate_up"] if f"{owner}gate_up" in linears else list(parts[f"{owner}gate_up"])
         projections.append(tuple(linears[name] for name in names))
         downs.append(linears[f"{owner}down"])
+    of_experts = tuple(projections), tuple(downs), inner
+    if config.experts_beside_mlp:
+        yield from shared_expert(metadata, config, layer)
+        eps = config.rms_norm_eps
+        yield RmsNorm(layer, "branch", arrays[f"{p}shared_norm"], eps, "beside")
+        yield RmsNorm(layer, "x", arrays[f"{p}router_norm"], eps, "normed")
+        yield Linear(layer, "normed", linears[f"{p}router"], "router")
+        yield Route(layer, "router", config.num_experts, chosen, config.norm_topk_prob, "routing")
+        yield ShareScale(layer, "routing", chosen, arrays[f"{p}expert_scales"])
+        yield RmsNorm(layer, "x", arrays[f"{p}experts_input_norm"], eps, "normed")
+        # Zeros, to which the experts' results are added.
+        yield Scale(layer, "branch", 0.0, "branch")
+        function = cast(Function, config.hidden_act)
+        yield Experts(layer, "normed", "routing", chosen, *of_experts, "branch", config.clamp, function)
+        yield NormAdd(layer, "branch", arrays[f"{p}experts_norm"], eps, "beside")
+        yield NormAdd(layer, "beside", arrays[f"{p}post_mlp_norm"], eps, "x")
+        return
     yield Linear(layer, "normed", linears[f"{p}router"], "router")
     yield Route(layer, "router", config.num_experts, chosen, config.norm_topk_prob, "routing")
     if shared:
         yield Linear(layer, "normed", linears[f"{p}shared_gate"], "shared_gate")
-        yield from projection(metadata, config, layer, "normed", f"{p}shared.gate_up", "gate_up")
-        yield activation(config, layer, shared)
-        yield Linear(layer, "inner", linears[f"{p}shared.down"], "branch")
-    yield Experts(layer, "normed", "routing", chosen, tuple(projections), tuple(downs), inner, "x", config.clamp)
+        yield from shared_expert(metadata, config, layer)
+    yield Experts(layer, "normed", "routing", chosen, *of_experts, "x", config.clamp)
     if shared:
         yield GatedAdd(layer, "branch", "shared_gate", "x")
 
 
-def residual(metadata: Metadata, config: Stack, layer: int, x: str, linear: str, post_norm: str) -> Iterator[Operation]:
-    """x += linear(...), or x += norm(linear(...)) where blocks end in a norm."""
-    if config.norms_after(layer):
-        yield Linear(layer, x, metadata.linears[linear], "branch")
-        yield NormAdd(layer, "branch", metadata.arrays[post_norm], config.rms_norm_eps, "x")
-    else:
-        yield Linear(layer, x, metadata.linears[linear], "x", add=True)
-
-
-def projection(metadata: Metadata, config: Stack, layer: int, x: str, fused: str, out: str) -> Iterator[Operation]:
-    """The fused layer if the file has it, else its parts side by side in the same buffer."""
-    if fused in metadata.linears:
-        yield Linear(layer, x, metadata.linears[fused], out)
-        return
-    offset = 0
-    for name, (rows, _) in dict(fused_shapes(config, layer))[fused].items():
-        yield Linear(layer, x, metadata.linears[name], out, offset)
-        offset += rows
+def shared_expert(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
+    """branch = down(act(gate) * up) of the one for all tokens, with gate, up = gate_up(normed)."""
+    p = layer_prefix(config, layer)
+    yield from projection(metadata, config, layer, "normed", f"{p}shared.gate_up", "gate_up")
+    yield activation(config, layer, config.shared_expert_intermediate_size)
+    yield Linear(layer, "inner", metadata.linears[f"{p}shared.down"], "branch")

@@ -22,7 +22,8 @@ from edgeq.format.metadata import Metadata
 from edgeq.format.records import KvCodec
 from edgeq.network.config import VisionConfig
 from edgeq.pictures.frames import FRAME, WINDOW, Frame, Grid, interpolated
-from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, mlp_block, norm
+from edgeq.runtime.network.block_parts import norm
+from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, mlp_block
 from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, Scale, Select
 from edgeq.targets.rows import PAGE, VISION, Rows
 from edgeq.targets.target import OnProgress, Options, Target, no_progress

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets.family_operations import ArrayScale, Gate, GatedNorm, ScaleAdd, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Gate, GatedNorm, ScaleAdd, ShareScale, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -129,7 +129,7 @@ def experts(context: RunContext, op: Experts, rows: Rows, state: State) -> None:
         for layer in op.projections[expert]:
             linear(context, Linear(op.layer, "x", layer, "gate_up", offset), rows, inner)
             offset += layer.rows
-        activate(context, Activate(op.layer, "gate_up", op.width, "inner", clamp=op.clamp), rows, inner)
+        activate(context, Activate(op.layer, "gate_up", op.width, "inner", op.function, clamp=op.clamp), rows, inner)
         inner["out"] = np.zeros((len(r), op.downs[expert].rows), np.float32)
         linear(context, Linear(op.layer, "inner", op.downs[expert], "out"), rows, inner)
         outputs[r, rank] = inner["out"]
@@ -160,6 +160,11 @@ def array_scale(context: RunContext, op: ArrayScale, rows: Rows, state: State) -
 
 def scale_add(context: RunContext, op: ScaleAdd, rows: Rows, state: State) -> None:
     state[op.out] += state[op.x] * np.float32(op.factor)
+
+
+def share_scale(context: RunContext, op: ShareScale, rows: Rows, state: State) -> None:
+    routing, scales = state[op.routing], context.array(op.scales)
+    routing[:, : op.chosen] *= scales[routing[:, op.chosen : 2 * op.chosen].astype(np.int64)]
 
 
 def soft_cap(context: RunContext, op: SoftCap, rows: Rows, state: State) -> None:

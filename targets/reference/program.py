@@ -22,6 +22,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedNorm,
     ScaleAdd,
+    ShareScale,
     ShortConv,
     SiluConv,
     SoftCap,
@@ -199,5 +200,6 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     ValueNorm: attention.value_norm,
     ArrayScale: layers.array_scale,
     ScaleAdd: layers.scale_add,
+    ShareScale: layers.share_scale,
     SoftCap: layers.soft_cap,
 }

@@ -94,6 +94,9 @@ GEMMA_4 = replace(
     num_hidden_layers=3,
     sliding_windows=(8, 0, 8),
 )
+BESIDE = replace(
+    GEMMA, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48, experts_beside_mlp=True, value_norm=True
+)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -109,6 +112,7 @@ WRITTEN = [
     OLMO_HYBRID,
     GPT_OSS,
     GEMMA_4,
+    BESIDE,
     COHERE,
     OPT,
     EXPERTS,
@@ -295,6 +299,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"num_kv_shared_layers": 1, "value_norm": True, "attention_gate": True},
         UnsupportedError,
         "beside parallel_blocks, conv_layers, delta_net, attention_gate",
+    ),
+    "experts beside nothing": (
+        {"experts_beside_mlp": True, "num_experts": 2, "num_experts_per_tok": 1},
+        UnsupportedError,
+        "experts_beside_mlp is supported with shared_expert_intermediate_size",
     ),
     "rows of a size that is none": ({"hidden_size_per_layer_input": -1}, FormatError, "hidden_size_per_layer_input is -1"),
     "a cap of nothing": ({"final_logit_softcapping": 0}, FormatError, "final_logit_softcapping is 0"),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, SoftCap, ValueNorm
+from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, ShareScale, SoftCap, ValueNorm
 from edgeq.targets.graph import Activate, Attention, CacheWrite, LayerNorm, NormAdd, PositionAdd, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
@@ -164,6 +164,16 @@ def test_factors_of_a_stream_sums_and_plain_gates(width):
     wanted[:, : width - 3] *= 2 * x[:, 3:]
     for found in (oracle, y):
         assert np.abs(found - wanted).max() < 1e-5
+
+
+def test_shares_are_multiplied_by_numbers_of_their_experts():
+    rng, arrays, chosen = np.random.default_rng(0), Arrays(), 3
+    shares, names = rng.uniform(size=(ROWS, chosen)), rng.permuted(np.tile(np.arange(7), (ROWS, 1)), axis=1)[:, :chosen]
+    scales, s = stored(arrays, rng.standard_normal(7), "f16")
+    x = np.concatenate([shares, names], axis=1)
+    graph = shown(arrays, x, [ShareScale(0, "x", chosen, scales)], "x", {"x": 2 * chosen, "_dim": 2})
+    for found in both(graph, arrays, ROWS, [2, 3]):
+        assert np.abs(found - np.concatenate([shares * s[names], names], axis=1)).max() < 1e-6
 
 
 @pytest.mark.parametrize("kv", ["f16", "int8"])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeq.converters.budget.part_names import HEAD, TABLE, part_of
 from edgeq.format.codec import MAX_ENTRY, Codec
-from edgeq.format.manifest import FLOAT_PARTS, Shape, array_shapes, fused_shapes
+from edgeq.format.manifest import FLOAT_PARTS, Shape, array_shapes, fused_shapes, table_shapes
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.format.writer import Writer
@@ -40,6 +40,8 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
         sliding_windows=config.sliding_windows[:count],
         layers_without_rope=tuple(layer for layer in config.layers_without_rope if layer < count),
         conv_layers=tuple(layer for layer in config.conv_layers if layer < count),
+        num_kv_shared_layers=(shared := max(0, config.num_kv_shared_layers - config.num_hidden_layers + count)),
+        use_double_wide_mlp=config.use_double_wide_mlp and shared > 0,
         delta_net=_with_layers(config.delta_net, count),
         vision=None,
     )
@@ -59,7 +61,7 @@ def linears_read(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> It
     """Shape, codec and the share that a token reads of every linear layer: of experts those that it uses, of a table none."""
     used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
     for name, shape, stored in _linears(config, codec, parts):
-        yield shape, stored, used if ".experts." in name else Fraction(name != TABLE)
+        yield shape, stored, used if ".experts." in name else Fraction(name not in (TABLE, "layer_rows"))
 
 
 def bytes_per_token(config: ModelConfig, codec: Codec, floats: bool = True) -> int:
@@ -111,6 +113,8 @@ def _linears(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterat
             rows, columns = sum(rows for rows, _ in fused.values()), next(iter(fused.values()))[1]
             floats = name.split(".")[-1] in FLOAT_PARTS
             yield name, (rows, columns), Codec("bf16") if floats else parts.get(part_of(name), codec)
+    for name, shape in table_shapes(config).items():
+        yield name, shape, Codec("bf16") if name in FLOAT_PARTS else replace(codec, bits=TABLE_BITS)
     if not config.tie_word_embeddings:
         yield TABLE, (config.vocab_size, config.hidden_size), replace(codec, bits=TABLE_BITS)
     yield HEAD, (config.vocab_size, config.hidden_size), parts.get(HEAD, codec)

@@ -94,11 +94,15 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     )
 
 
-def qwen_expert_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Experts that lie in two tensors of a layer, one after another, of each gate above up; in other checkpoints apart."""
+def qwen_expert_sources(config: ModelConfig, owner: str = "mlp.") -> dict[str, TensorSource]:
+    """Experts that lie in two tensors of a layer, one after another, of each gate above up; in other checkpoints apart.
+
+    owner   what stands before their name in a layer
+    """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sources = {}
-    for p in (f"model.layers.{layer}.mlp.experts." for layer in range(config.num_hidden_layers)):
+    for layer in range(config.num_hidden_layers):
+        p, theirs = f"model.layers.{layer}.mlp.experts.", f"model.layers.{layer}.{owner}experts."
         gate_up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
         for expert in range(experts):
             for module, name, stored, shape, row in (
@@ -106,9 +110,9 @@ def qwen_expert_sources(config: ModelConfig) -> dict[str, TensorSource]:
                 ("up_proj", "gate_up_proj", gate_up, (inner, hidden), 2 * inner * expert + inner),
                 ("down_proj", "down_proj", down, (hidden, inner), hidden * expert),
             ):
-                apart = f"{p}{expert}.{module}.weight"
-                otherwise = TensorSource(apart, shape, shape)
-                sources[apart] = TensorSource(f"{p}{name}", stored, shape, row, otherwise=otherwise)
+                part = f"{expert}.{module}.weight"
+                otherwise = TensorSource(f"{theirs}{part}", shape, shape)
+                sources[f"{p}{part}"] = TensorSource(f"{theirs}{name}", stored, shape, row, otherwise=otherwise)
     return sources
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.decoders.experts import qwen_expert_sources
 from edgeq.converters.families.decoders.gemma import GAINS
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, head_settings
 from edgeq.converters.families.family import (
@@ -16,8 +17,10 @@ from edgeq.converters.families.family import (
     FamilyDescription,
     ScaleMapping,
     Values,
+    linear_module,
 )
 from edgeq.converters.families.positions import rope_of, typed_windows, window
+from edgeq.converters.families.rearranged import flag
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.format.manifest import table_shapes
 from edgeq.network.config import ModelConfig
@@ -85,6 +88,20 @@ def gemma4_rope(values: Values, kind: str) -> Rope:
     return replace(plain, kind="proportional", partial_rotary_factor=share)
 
 
+def gemma4_experts(values: Values) -> dict[str, Any]:
+    """With experts the MLP beside them has the size that config.json calls intermediate_size."""
+    if not flag(values, "enable_moe_block"):
+        return {}
+    return {
+        "num_experts": values["num_experts"],
+        "num_experts_per_tok": values["top_k_experts"],
+        "norm_topk_prob": True,
+        "intermediate_size": values["moe_intermediate_size"],
+        "shared_expert_intermediate_size": values["intermediate_size"],
+        "experts_beside_mlp": True,
+    }
+
+
 def gemma4_settings(values: Values) -> dict[str, Any]:
     """UnsupportedError: the table of rows for layers has other tokens than the embedding."""
     tokens = values["vocab_size_per_layer_input"]
@@ -93,6 +110,7 @@ def gemma4_settings(values: Values) -> dict[str, Any]:
     return (
         head_settings(values)
         | global_heads(values)
+        | gemma4_experts(values)
         | {
             "rope": gemma4_rope(values, "full_attention"),
             "local_rope": gemma4_rope(values, "sliding_attention"),
@@ -126,12 +144,34 @@ def gemma4_sources(config: ModelConfig) -> dict[str, TensorSource]:
         for module, (theirs, shape) in names.items():
             sources[f"{p}{module}.weight"] = TensorSource(f"{p}{theirs}.weight", shape, shape)
         sources[f"{p}layer_scalar.weight"] = TensorSource(f"{p}layer_scalar", (1,), (1,))
+    if config.experts_beside_mlp:
+        sources |= qwen_expert_sources(config, "") | moe_sources(config)
     if size:
         (rows, context), gain = table_shapes(config).values(), (size,)
         sources[LAYER_ROWS] = TensorSource("model.embed_tokens_per_layer.weight", rows, rows)
         sources[ROW_CONTEXT] = TensorSource("model.per_layer_model_projection.weight", context, context)
         # What is added to the row of the table is divided by sqrt(2) as that is.
         sources[ROW_CONTEXT_NORM] = TensorSource("model.per_layer_projection_norm.weight", gain, gain, factor=2**-0.5)
+    return sources
+
+
+def moe_sources(config: ModelConfig) -> dict[str, TensorSource]:
+    """Sources of an MLP and of experts beside it.  What the router reads is divided by sqrt(hidden size)."""
+    hidden, inner, sources = config.hidden_size, config.shared_expert_intermediate_size, dict[str, TensorSource]()
+    names: dict[str, tuple[str, tuple[int, ...]]] = {
+        "gate.weight": ("router.proj.weight", (config.num_experts, hidden)),
+        "expert_scales.weight": ("router.per_expert_scale", (config.num_experts,)),
+        "shared_norm.weight": ("post_feedforward_layernorm_1.weight", (hidden,)),
+        "experts_input_norm.weight": ("pre_feedforward_layernorm_2.weight", (hidden,)),
+        "experts_norm.weight": ("post_feedforward_layernorm_2.weight", (hidden,)),
+        "shared_expert.gate_proj.weight": ("mlp.gate_proj.weight", (inner, hidden)),
+        "shared_expert.up_proj.weight": ("mlp.up_proj.weight", (inner, hidden)),
+        "shared_expert.down_proj.weight": ("mlp.down_proj.weight", (hidden, inner)),
+    }
+    for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers)):
+        for ours, (theirs, shape) in names.items():
+            sources[f"{p}mlp.{ours}"] = TensorSource(f"{p}{theirs}", shape, shape)
+        sources[f"{p}mlp.router_norm.weight"] = TensorSource(f"{p}router.scale", (hidden,), (hidden,), factor=hidden**-0.5)
     return sources
 
 
@@ -146,7 +186,15 @@ def gemma4_unused(config: ModelConfig, tensor: str) -> bool:
 
 def gemma4_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     """Without those of attention: what queries, keys and values are multiplied by, their norms take away."""
-    return MLP_MAPPINGS
+    if not config.num_experts:
+        return MLP_MAPPINGS
+    owners = [f"experts.{expert}." for expert in range(config.num_experts)]
+    consumers = tuple(f"{owner}{part}" for owner in owners for part in ("gate", "up"))
+    return (
+        ScaleMapping("mlp_norm", ("shared.gate", "shared.up"), "mlp.shared_expert"),
+        ScaleMapping("experts_input_norm", consumers, "mlp"),
+        *(ScaleMapping(f"{o}up", (f"{o}down",), linear_module(f"{o}down")) for o in (*owners, "shared.")),
+    )
 
 
 GEMMA_4 = FamilyDescription(
@@ -169,12 +217,15 @@ GEMMA_4 = FamilyDescription(
         "final_logit_softcapping": None,
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
+        "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
     },
-    {key: values for key, values in NEUTRAL.items() if key != "final_logit_softcapping"}
+    {key: values for key, values in NEUTRAL.items() if key not in ("final_logit_softcapping", "num_experts")}
     | {
         # Rows of pictures alone see what comes after them.
         "use_bidirectional_attention": (None, "vision"),
-        "enable_moe_block": (None, False),
     },
     gemma4_settings,
     gemma4_windows,

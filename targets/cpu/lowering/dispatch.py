@@ -23,6 +23,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedNorm,
     ScaleAdd,
+    ShareScale,
     ShortConv,
     SiluConv,
     SoftCap,
@@ -117,5 +118,6 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     ValueNorm: attention.value_norm,
     ArrayScale: layers.array_scale,
     ScaleAdd: layers.scale,
+    ShareScale: experts.share_scale,
     SoftCap: layers.soft_cap,
 }

@@ -26,6 +26,7 @@ from edgeq.targets.cpu.lowering.lifetimes import Buffer
 from edgeq.targets.cpu.lowering.prepare import ROWS_OF_THREADS
 from edgeq.targets.cpu.lowering.products import UNPACKED, WINOGRAD
 from edgeq.targets.cpu.threads.optable import ExpertStage, kernel
+from edgeq.targets.family_operations import ShareScale
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
 OF_THREADS = ("scratch", WINOGRAD, UNPACKED, ROWS_OF_THREADS)
@@ -86,6 +87,15 @@ def route(context: Context, o: op.Route) -> None:
     args = kernels.RouteArgs(x=x, x_stride=x_stride, experts=o.experts, chosen=o.chosen, out=out, out_stride=out_stride)
     context.emit(kernel(kernels.route, int(o.normalized)), args)
     context.invalidate(o.out)
+
+
+def share_scale(context: Context, o: ShareScale) -> None:
+    routing, stride = context.place(o.routing)
+    args = kernels.ShareScaleArgs(
+        routing=routing, routing_stride=stride, chosen=o.chosen, scales=context.memory.floats(o.scales)
+    )
+    context.emit(kernel(kernels.share_scale), args)
+    context.invalidate(o.routing)
 
 
 def experts(context: Context, o: op.Experts, lower: Callable[[Context], None]) -> None:
@@ -161,12 +171,12 @@ def _lowered(
 
 
 def _operations(o: op.Experts, expert: int) -> Iterator[op.Operation]:
-    """down(silu(gate x) * up x) of one expert, over its own buffers."""
+    """down(f(gate x) * up x) of one expert, over its own buffers."""
     offset = 0
     for layer in o.projections[expert]:
         yield op.Linear(o.layer, X, layer, "gate_up", offset)
         offset += layer.rows
-    yield op.Activate(o.layer, "gate_up", o.width, INNER, clamp=o.clamp)
+    yield op.Activate(o.layer, "gate_up", o.width, INNER, o.function, clamp=o.clamp)
     yield op.Linear(o.layer, INNER, o.downs[expert], Y)
 
 

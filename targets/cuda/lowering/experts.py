@@ -28,6 +28,8 @@ def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
 def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
     if op.clamp is not None:
         refuse("experts with a clamped SwiGLU")
+    if op.function != "silu":
+        refuse(f"experts with {op.function}")
     rows, named = lowering.rows(lowering.stage), lowering.storage.named
     width, result = lowering.graph.buffers[op.x], op.downs[0].rows
     here = ("experts", lowering.stage)

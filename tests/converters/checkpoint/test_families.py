@@ -42,7 +42,7 @@ FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite",
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
 FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "gpt_oss")
-FAMILIES += ("gemma4", "gemma4_keys")
+FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -336,7 +336,8 @@ def test_gemma4_shares_the_keys_of_the_last_layer_of_each_kind() -> None:
     [
         ({"vocab_size_per_layer_input": 65}, UnsupportedError, "vocab_size_per_layer_input is 65; supported: vocab_size, 64"),
         ({"use_bidirectional_attention": "all"}, UnsupportedError, "use_bidirectional_attention is 'all'"),
-        ({"enable_moe_block": True}, UnsupportedError, "enable_moe_block is True"),
+        ({"enable_moe_block": 1}, CheckpointError, "enable_moe_block is 1; expected true or false"),
+        ({"enable_moe_block": True, "moe_intermediate_size": 8}, CheckpointError, "num_experts is None"),
         ({"attention_bias": True}, UnsupportedError, "attention_bias is True"),
         ({"sliding_window": None}, CheckpointError, "sliding_window is null"),
         ({"rope_parameters": {"rope_type": "default"}}, CheckpointError, "one object for each of the layer_types"),
@@ -371,6 +372,35 @@ def test_gains_of_gemma4_are_stored_as_they_are_and_rows_in_bits(checkpoint: Cal
     assert read["weights"] == every + sum(x.nbytes for x in arrays.values())
     # Keys and values of two layers of each kind, two heads of 32 and of 64.
     assert read["kv_per_position"] == 2 * 2 * 2 * 2 * (32 + 64)
+
+
+def test_the_mlp_beside_experts_of_gemma4_is_the_one_for_all_tokens() -> None:
+    keys = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24} | GEMMA_4_KEYS
+    family, config = recognise({"architectures": ["Gemma4ForCausalLM"], **SIZES, **keys})
+    assert (config.num_experts, config.num_experts_per_tok, config.norm_topk_prob) == (6, 2, True)
+    assert (config.intermediate_size, config.shared_expert_intermediate_size, config.experts_beside_mlp) == (24, 48, True)
+    sources = family.sources()
+    assert sources["model.layers.1.mlp.router_norm.weight"].factor == 32**-0.5
+    assert sources["model.layers.1.mlp.experts.2.up_proj.weight"].row == (2 * 2 + 1) * 24
+    scales = {m.absorber: m for m in family.awq_mappings(0)}
+    assert scales["mlp_norm"].consumers == ("shared.gate", "shared.up") and not scales["experts_input_norm"].followers
+
+
+def test_of_a_gemma4_that_sees_the_text_model_is_converted(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Layers that read keys of others may carry their own, which nothing reads."""
+    folder = checkpoint("gemma4")
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    for part in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        named[f"model.language_model.layers.5.self_attn.{part}"] = torch.ones(2, 2)
+    named |= {"model.vision_tower.patch_embedder.input_proj.weight": torch.ones(4, 4), "model.embed_audio.x": torch.ones(2)}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": config["model_type"], "vision_config": {}}
+    saved_otherwise(folder, tmp_path / "seeing", named, outer | {"text_config": config, "tie_word_embeddings": True})
+    assert_same_file(folder, tmp_path / "seeing", tmp_path)
+    named["model.language_model.layers.1.self_attn.v_norm.weight"] = torch.ones(64)
+    saved_otherwise(folder, tmp_path / "more", named, outer | {"text_config": config, "tie_word_embeddings": True})
+    with pytest.raises(UnsupportedError, match="v_norm.weight has no place"):
+        preflight(str(tmp_path / "more"), ConvertOptions(method="rtn"))
 
 
 def test_of_layers_that_read_keys_of_others_no_budget_is_measured(checkpoint: Callable[..., Path]) -> None:

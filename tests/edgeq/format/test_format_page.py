@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import CLIP_TOWER, DELTA, EXPERTS, GEMMA, GEMMA_4, OPT, PLAIN, TAPPED_TOWER, TOWER
+from test_config import BESIDE, CLIP_TOWER, DELTA, EXPERTS, GEMMA, GEMMA_4, OPT, PLAIN, TAPPED_TOWER, TOWER
 
 from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
 from edgeq.format.container import ModelFile
@@ -124,7 +124,7 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
     attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
-    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, attention, GEMMA_4):
+    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, attention, GEMMA_4, BESIDE):
         names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0), *manifest.table_shapes(each)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}

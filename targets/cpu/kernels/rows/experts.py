@@ -67,6 +67,30 @@ def route(normalized: int) -> Kernel:
     return kernel
 
 
+class ShareScaleArgs(Args):
+    """scales f32 [experts]; shares of a row come before the numbers of their experts."""
+
+    routing = pointer()
+    routing_stride = nbytes()
+    chosen = number()
+    scales = pointer()
+
+
+def share_scale() -> Kernel:
+    """Each share times the factor of its expert, in place."""
+
+    def kernel(record, part, parts, thread):
+        args = ShareScaleArgs(record)
+        chosen = args.chosen
+        for r in range(part, get_i64(args.rows), parts):
+            shares = args.routing + r * args.routing_stride
+            for i in range(chosen):
+                expert = int(get_f32(shares + 4 * (chosen + i)))
+                put_f32(shares + 4 * i, get_f32(shares + 4 * i) * get_f32(args.scales + 4 * expert))
+
+    return kernel
+
+
 class DispatchArgs(Args):
     """Results, i64 but for the last two of i32:
 
