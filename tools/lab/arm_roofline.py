@@ -139,7 +139,7 @@ def panel_code(board: str, bits: int, mode16: bool) -> tuple[str, str, str]:
     parts: list[tuple[Callable[..., None], int]] = [
         (lambda b, *values: octets.emit_unpacked(b, *values[:5]), 5),
         (lambda b, *values: octets.emit_octets(b, *values[:3]), 3),
-        (lambda b, *values: octets.emit_chunks(b, *values[:4], values[4:8], values[8:12]), 12),
+        (lambda b, *values: octets.emit_chunks(b, values[0], values[1], values[2], values[3], values[4:8], values[8:12]), 12),
     ]
     made = (compiled(CORES[board], emit, arguments=count) for emit, count in parts)
     first, second, third = (str(target.emit_assembly(module)) for target, module in made)
