@@ -17,7 +17,7 @@ from edgeq.format.quantization import activation_block
 from edgeq.system.machine import available_bytes, cpu, last_level_cache
 from edgeq.system.measurements import ALONE, IN_CACHE, READ_BANDWIDTH, OnMeasure, measured
 from edgeq.targets.cpu.isa import all_isas, isa_index
-from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.isa.isa import Isa, by_chunks
 from edgeq.targets.cpu.jit.args import PARTS, Args, pointer
 from edgeq.targets.cpu.jit.buffers import zeros
 from edgeq.targets.cpu.jit.compile import Kernel, address
@@ -96,7 +96,7 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
         with cgutils.for_range(b, b.mul(args[2], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
             # An operand that changes, or the whole loop would be computed by the compiler.
             token = b.insert_element(constant(sums, 0x01020304), b.trunc(loop.index, I32), ir.Constant(I32, 0))
-            multiply_all = _multiply_chunk if chosen.panels and not chosen.octets else _multiply_quad
+            multiply_all = _multiply_chunk if by_chunks(chosen) else _multiply_quad
             multiply_all(b, chosen, token, slots, twice)
         # Every chain must reach the result, or the compiler would leave it out.
         total = b.load(slots[0])
@@ -248,7 +248,7 @@ def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = Fal
         return statistics.median(passes), share >= ALONE
 
     by_tiles = isa.matrix_unit and not dots
-    kind = "matrix_peak" if by_tiles else "octets_peak" if isa.octets else "panel_peak" if isa.panels else "integer_peak"
+    kind = "matrix_peak" if by_tiles else "octets_peak" if isa.octets else "panel_peak" if by_chunks(isa) else "integer_peak"
     return measured(f"{kind} {isa.name}", threads, measure, refresh, largest=True)
 
 
@@ -289,7 +289,7 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
     args = MultiplyArgs(rows=count.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(multiply, index, int(pairs)), threads)], np.int64)
-    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads * (2 if isa.octets else QUADS if isa.panels else 1)
+    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads * (2 if isa.octets else QUADS if by_chunks(isa) else 1)
     return _rates_and_share(table, threads, work, seconds)
 
 

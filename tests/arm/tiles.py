@@ -20,13 +20,15 @@ from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.simd import I64
 from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
 from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile
+from edgeq.targets.cpu.kernels.panels.panel_matmul import tile_of_panel
+from edgeq.targets.cpu.kernels.panels.panel_tile import emit_cross_sums
 from edgeq.targets.cpu.kernels.products.groups import group_kind
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
 ROWS = 48
 ROOM = 1 << 14
-"""Bytes for octets of a tile's activations; unpacked weights follow."""
+"""Bytes in quarters: what is made of the activations of a tile, and of weights, beside integers; sums; unpacked weights."""
 HALF_GRIDS: tuple[Kind, ...] = ("half", "s4")
 
 
@@ -53,28 +55,36 @@ def isa_of(name: str) -> Isa:
     return next(each for each in all_isas() if each.name == name)
 
 
-class Octets(OctetTile):
+class Panel:
     """What panel_matmul.py does with a tile, from beginning to end, called as `IntegerTile` is."""
+
+    def __init__(self, weights: IntegerWeights, tokens: int) -> None:
+        self.weights, self.tile = weights, tile_of_panel(weights, tokens)
 
     def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
         def of(field: Any) -> Any:
             return field.load(b, record)
 
-        nothing, chunks, octets = ir.Constant(I64, 0), of(ProductArgs.chunks), of(ProductArgs.room)
-        panel = plus(b, octets, ROOM)
-        self.emit_octets(b, of(ProductArgs.x), chunks, octets)
+        zero, x, of_tokens = ir.Constant(I64, 0), of(ProductArgs.x), of(ProductArgs.room)
+        of_weights, scratch, panel = (plus(b, of_tokens, ROOM // 4 * i) for i in range(1, 4))
         stored = b.add(of(ProductArgs.weights), b.mul(n, of(ProductArgs.weights_block)))
-        self.emit_unpacked(b, record, n, stored, chunks, panel)
-        places = nothing, chunks, nothing, of(ProductArgs.x_blocks)
-        self.emit_chunks(b, record, n, r, out, places, (panel, nothing, nothing, octets))
+        chunks = zero, of(ProductArgs.chunks), zero, of(ProductArgs.x_blocks)
+        self.tile.emit_unpacked(b, record, n, stored, chunks[1], panel)
+        if isinstance(self.tile, OctetTile):
+            self.tile.emit_octets(b, x, chunks[1], of_tokens)
+        elif self.weights.words:
+            # The last chunk may be a half: of what lies after it no sum is asked for.
+            emit_cross_sums(b, self.weights, self.tile.tokens, record, chunks, (x, of_tokens))
+            emit_cross_sums(b, self.weights, 0, record, chunks, (panel, of_weights))
+        self.tile.emit_chunks(b, record, n, r, out, chunks, (panel, scratch, of_weights, of_tokens))
 
 
-def emitter(isa: str, case: TileCase) -> IntegerTile:
+def emitter(isa: str, case: TileCase) -> IntegerTile | Panel:
     """The tile that products of that many rows have."""
     codec, mode16, tokens = case
     extent = HALF_CHUNK if codec.group_size == 16 else CHUNKS
     weights = IntegerWeights(isa_index(isa_of(isa)), codec.bits, mode16, group_kind(codec), extent)
-    return Octets(weights, tokens) if isa_of(isa).octets and tokens > 1 else IntegerTile(weights, tokens)
+    return Panel(weights, tokens) if tokens > 1 else IntegerTile(weights, tokens)
 
 
 def write_objects(folder: Path, board: str, isa: str, cases: Sequence[TileCase] = CASES) -> None:
@@ -133,7 +143,7 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
         "weights": pack_integers(q, bits), "scales": pack_beside(codec, "scale", stored),
         "zeros": table if "table" in codec.parts(16, 32) else pack_groups(zeros),
         "super_scales": pack_groups(row_scale),
-        "room": np.zeros(ROOM + 512 * chunks, np.uint8),
+        "room": np.zeros(ROOM + 1024 * chunks, np.uint8),
     }  # fmt: skip
     places, kept = dict[str, int](), []
     for name, array in arrays.items():

@@ -31,7 +31,7 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.processor import of_isa, settings
 from edgeq.targets.cpu.kernels.args import CHUNKS
 from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile
-from edgeq.targets.cpu.kernels.panels.panel_matmul import GROUP_BLOCKS, PANEL
+from edgeq.targets.cpu.kernels.panels.panel_matmul import GROUP_BLOCKS, PANEL, tile_of_panel
 from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.tools.cli.entry import Command
@@ -129,21 +129,23 @@ def assembly(board: str, bits: int, mode16: bool, tokens: int = 1) -> str:
     return str(target.emit_assembly(module))
 
 
-def panel_code(board: str, bits: int, mode16: bool) -> tuple[str, str, str]:
-    """What products of many rows are made of where weights are unpacked for a panel: what unpacks them, what puts a tile's
-    activations in its order, and the tile."""
-    weights = IntegerWeights(
-        [each.name for each in all_isas()].index(CORES[board].isas[0]), bits, int(mode16), SYMMETRIC, CHUNKS
+def panel_code(board: str, bits: int, mode16: bool) -> tuple[str, str | None, str]:
+    """What products of many rows are made of: what unpacks weights for a panel, what puts a tile's activations in the order of
+    octets where there are those, and the tile."""
+    index = [each.name for each in all_isas()].index(CORES[board].isas[0])
+    tile = tile_of_panel(IntegerWeights(index, bits, int(mode16), SYMMETRIC, CHUNKS), TOKENS)
+
+    def text(emit: Callable[..., None], arguments: int) -> str:
+        target, module = compiled(CORES[board], emit, arguments=arguments)
+        return str(target.emit_assembly(module))
+
+    unpack = text(lambda b, *values: tile.emit_unpacked(b, *values[:5]), 5)
+    reorder = text(lambda b, *values: tile.emit_octets(b, *values[:3]), 3) if isinstance(tile, OctetTile) else None
+    return (
+        unpack,
+        reorder,
+        text(lambda b, *values: tile.emit_chunks(b, values[0], values[1], values[2], values[3], values[4:8], values[8:12]), 12),
     )
-    octets = OctetTile(weights, TOKENS)
-    parts: list[tuple[Callable[..., None], int]] = [
-        (lambda b, *values: octets.emit_unpacked(b, *values[:5]), 5),
-        (lambda b, *values: octets.emit_octets(b, *values[:3]), 3),
-        (lambda b, *values: octets.emit_chunks(b, values[0], values[1], values[2], values[3], values[4:8], values[8:12]), 12),
-    ]
-    made = (compiled(CORES[board], emit, arguments=count) for emit, count in parts)
-    first, second, third = (str(target.emit_assembly(module)) for target, module in made)
-    return first, second, third
 
 
 _BRANCH = re.compile(r"(?:b\.\w+|cbn?z\s+\w+,|tbn?z\s+\w+,.*,)\s*(\.L\w+)")
@@ -269,20 +271,25 @@ class PromptRow:
 
     board: str
     isa: str
+    panels: bool
     weights: str
     mode: str
     compute: dict[int, float]
     share: float
 
 
-def chunk_cycles(board: str, isa: str, bits: int, mode16: bool, group: int) -> tuple[float, float]:
-    """Cycles of a chunk of a block, 512 weights, for a token of a long prompt; and those of its multiplications alone."""
+def chunk_cycles(board: str, panels: bool, bits: int, mode16: bool, group: int) -> tuple[float, float]:
+    """Cycles of a chunk of a block, 512 weights, for a token of a long prompt; and those of its multiplications alone.
+
+    panels  by panels, and not by tiles that unpack for themselves
+    """
     core, chunks = CORES[board], activation_block(Codec("int", bits, group)) // CHUNK
     once = 0.0
-    if isa == core.isas[0] and len(core.isas) > 1:
-        unpack, reorder, text = (loops(part) for part in panel_code(board, bits, mode16))
-        once = cycles(core, unpack.inner) / PANEL + cycles(core, reorder.inner) / TOKENS / GROUP_BLOCKS
-        found = text
+    if panels:
+        unpack, reorder, text = panel_code(board, bits, mode16)
+        once = cycles(core, loops(unpack).inner) / PANEL
+        once += cycles(core, loops(reorder).inner) / TOKENS / GROUP_BLOCKS if reorder else 0
+        found = loops(text)
     else:
         found = loops(assembly(board, bits, mode16, TOKENS))
     inner = sum(cycles(core, each) for each in found.passes)
@@ -293,33 +300,35 @@ def chunk_cycles(board: str, isa: str, bits: int, mode16: bool, group: int) -> t
     return once + (inner + cycles(core, found.outer) / chunks) / TOKENS, products.total() / pipes / TOKENS
 
 
-def prompt_row(board: str, isa: str, bits: int, group: int, mode: str) -> PromptRow:
+def prompt_row(board: str, panels: bool, bits: int, group: int, mode: str) -> PromptRow:
     """The line of one case: Llama-3.2-1B, whose head computes the last token of a prompt alone."""
     config = MODELS["Llama-3.2-1B"]
     shapes = [
         shape for layer in range(config.num_hidden_layers) for _, each in fused_shapes(config, layer) for shape in each.values()
     ]
-    spent, multiplied = chunk_cycles(board, isa, bits, mode == "a16", group)
+    spent, multiplied = chunk_cycles(board, panels, bits, mode == "a16", group)
     seconds = spent * sum(rows * columns for rows, columns in shapes) / (ROWS * CHUNK) / CORES[board].hertz
     speeds = {threads: threads / seconds for threads in (1, 4)}
-    return PromptRow(board, isa, f"i{bits} g{group}", mode, speeds, multiplied / spent)
+    isa = CORES[board].isas[0 if panels else -1]
+    return PromptRow(board, isa, panels, f"i{bits} g{group}", mode, speeds, multiplied / spent)
 
 
 def prompts() -> list[PromptRow]:
-    """All cases of the second table of docs/arm.md, before and after."""
-    cases = [(board, isa) for board, core in CORES.items() for isa in reversed(core.isas)]
+    """All cases of the second table of docs/arm.md, without panels and with them."""
+    cases = list(itertools.product(CORES, (False, True)))
     return [prompt_row(*case, bits, 128, mode) for case in cases for bits in (4, 8) for mode in ("a8", "a16")]
 
 
 def markdown_of_prompts(rows: list[PromptRow]) -> str:
     """The second table of docs/arm.md."""
     lines = [
-        "| board | instruction set | weights | mode | 1 / 4 threads | multiplications' share |",
-        "|---|---|---|---|---|---|",
+        "| board | instruction set | weights unpacked | weights | mode | 1 / 4 threads | multiplications' share |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        compute = " / ".join(f"{value:.1f}" for value in r.compute.values())
-        lines.append(f"| {r.board} | `{r.isa}` | {r.weights} | {r.mode} | {compute} | {r.share:.0%} |")
+        compute, unpacked = " / ".join(f"{value:.1f}" for value in r.compute.values()), PANEL if r.panels else TOKENS
+        cells = (r.board, f"`{r.isa}`", f"for {unpacked} tokens", r.weights, r.mode, compute, f"{r.share:.0%}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

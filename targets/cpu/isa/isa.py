@@ -9,6 +9,11 @@ X86_PREFETCH_DISTANCES = (16 << 10, 1 << 10)
 """Far: what a processor foresees itself ends with a small page.  Near: a Zen 4 reads a 1B shape 1.25 times as fast so."""
 
 
+def by_chunks(isa: Isa) -> bool:
+    """Whether what it multiplies is measured as panels of 16-bit sums do it, a chunk at a time."""
+    return isa.panels and not isa.signs
+
+
 class Isa(Protocol):
     """Emits LLVM IR for integer dot products over the file's order (edgeq/format/codec.py).
 
@@ -28,7 +33,9 @@ class Isa(Protocol):
     shifts_bytes  whether one instruction shifts every byte of a vector
     folds_indices  whether `looked_up` takes no notice of bits 4 to 6 of an index
     panels      whether products with several rows unpack weights first, once for all of a panel (panel_matmul.py); then also
-                `run`, `pairs16` and `widened`, of which `dot8` is made, or `dot_octets`
+                `run`, `pairs16` and `widened`, of which `dot8` is made, or `signed` with `dot_signed` or `dot_octets`
+    signs       whether what is unpacked becomes int8 then (quad_tile.py)
+    sums_16     whether `dot_signed` adds products in 16 bits first
     octets      whether one instruction multiplies two tokens by two rows, eight channels of each (octet_tile.py)
     """
 
@@ -45,6 +52,8 @@ class Isa(Protocol):
     shifts_bytes: bool = False
     folds_indices: bool = False
     panels: bool = False
+    signs: bool = False
+    sums_16: bool = False
     octets: bool = False
 
     def offset(self, bits: int) -> int:
@@ -81,8 +90,12 @@ class Isa(Protocol):
         raise AssertionError(f"{self.name} adds products in 32 bits")
 
     def signed(self, b: Any, quad: Any, bits: int) -> Any:
-        """Unpacked bytes as `dot_octets` takes them: int8, `offset` less."""
-        raise AssertionError(f"{self.name} has no products of octets")
+        """Unpacked bytes as int8, `offset` less."""
+        raise AssertionError(f"{self.name} multiplies unsigned weights")
+
+    def dot_signed(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        """As `dot8`, of weights that are `signed` already."""
+        raise AssertionError(f"{self.name} multiplies unsigned weights")
 
     def dot_octets(self, b: Any, accumulator: Any, tokens: Any, weights: Any) -> Any:
         """accumulator, <4 x i32>, + the sums of eight products: token 0 by row 0, 0 by 1, 1 by 0, 1 by 1.  tokens, weights: of

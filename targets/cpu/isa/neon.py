@@ -50,19 +50,32 @@ class Neon(Isa):
     machines = frozenset({"aarch64", "arm64"})
     needs = frozenset({"asimd"})
     shifts_bytes = True
+    panels = True
+    signs = True
+    sums_16 = True
 
     def offset(self, bits: int) -> int:
         """All widths below 8 are int8 as they are; a byte q becomes the int8 q - 128 by flipping its highest bit."""
         return 128 if bits == 8 else 0
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        run = self.run(bits)
+        for start in range(0, len(quads), run):
+            signed = [self.signed(b, quad, bits) for quad in quads[start : start + run]]
+            accumulator = self.dot_signed(b, accumulator, signed, tokens[start : start + run], bits)
+        return accumulator
+
+    def run(self, bits: int) -> int:
         # A lane of addp's result adds two bytes' products of every quad: as many quads as can never reach 2^15.  Weights of
         # 8 bits only meet 8-bit activations, of at least -127.
-        run = max(1, (1 << 15) // (2 * 128 * (128 if bits == 8 else (1 << bits) - 1)))
+        return max(1, (1 << 15) // (2 * 128 * (128 if bits == 8 else (1 << bits) - 1)))
+
+    def dot_signed(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        run = self.run(bits)
         for start in range(0, len(quads), run):
             sums: list[Any] = [None, None]
-            for quad, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
-                weights, channels = self.signed(b, quad, bits), b.bitcast(token, B16)
+            for weights, token in zip(quads[start : start + run], tokens[start : start + run], strict=True):
+                channels = b.bitcast(token, B16)
                 for high in range(2):
                     pair = (_half(b, weights, bool(high)), _half(b, channels, bool(high)))
                     product = call(b, "llvm.aarch64.neon.smull.v8i16", H8, *pair)
@@ -91,10 +104,11 @@ class NeonDot(Neon):
     name = "neon-dotprod"
     label = "NEON with dot product"
     needs = frozenset({"asimd", "dotprod"})
+    sums_16 = False
 
-    def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
-        for quad, token in zip(quads, tokens, strict=True):
-            pair = (self.signed(b, quad, bits), b.bitcast(token, B16))
+    def dot_signed(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
+        for weights, token in zip(quads, tokens, strict=True):
+            pair = (weights, b.bitcast(token, B16))
             accumulator = call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", S4, accumulator, *pair)
         return accumulator
 
@@ -106,7 +120,6 @@ class NeonI8mm(NeonDot):
     name = "neon-i8mm"
     label = "NEON with matrix products"
     needs = frozenset({"asimd", "dotprod", "i8mm"})
-    panels = True
     octets = True
 
     def dot_octets(self, b: Any, accumulator: Any, tokens: Any, weights: Any) -> Any:

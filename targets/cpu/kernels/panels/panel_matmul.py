@@ -5,7 +5,7 @@ A block of weights, some hundred channels of it, is unpacked into the first-leve
 pass by in tiles.  So a tile has all registers for its sums:
 
     8-bit activations       a byte for every weight; products of a chunk are added up in 16 bits, `Isa.run` quads at a time, and
-                            then in 32
+                            then in 32; on NEON int8, by `sdot` in 32 at once (quad_tile.py)
     of 16 bits, or weights  16 bits for every weight, even and odd channels of a quad apart; half as many multiplications and
     too large for that      more additions (panel_tile.py)
     octets                  a byte for every weight, eight channels of two rows side by side, and activations in the same order
@@ -34,6 +34,7 @@ from edgeq.targets.cpu.kernels.panels.panel_tile import (
     tile_product,
     unpacked,
 )
+from edgeq.targets.cpu.kernels.panels.quad_tile import QuadTile
 from edgeq.targets.cpu.kernels.products.matmul import (
     BLOCK_BYTES,
     SCRATCH_BYTES,
@@ -67,7 +68,8 @@ def octet_bytes(weights: IntegerWeights) -> int:
 
 
 def tile_of_panel(weights: IntegerWeights, tokens: int) -> PanelTile:
-    return OctetTile(weights, tokens) if weights.octets else PanelTile(weights, tokens)
+    kind = OctetTile if weights.octets else QuadTile if all_isas()[weights.isa].signs else PanelTile
+    return kind(weights, tokens)
 
 
 @inline

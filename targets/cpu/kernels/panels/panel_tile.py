@@ -95,7 +95,7 @@ class PanelTile(IntegerTile):
     def store_quads(self, b: Any, to: Any, part: int, quads: list[Any]) -> None:
         """The quads of an unpacked chunk, for the rows of a vector: a byte for every weight, or words less `center_of`."""
         words = ir.VectorType(I16, self.width // 2)
-        for j, quad in enumerate(quads):
+        for j, quad in enumerate(quads if self.pairs else self._as_stored(b, quads)):
             if not self.pairs:
                 store(b, quad, plus(b, to, LINE * j + self.width * part), self.width)
                 continue
@@ -103,6 +103,10 @@ class PanelTile(IntegerTile):
             for k, half in enumerate((b.and_(quad, constant(words, 255)), b.lshr(quad, constant(words, 8)))):
                 half = b.sub(half, constant(words, center_of(self.bits)))
                 store(b, half, plus(b, to, LINE * (2 * j + k) + self.width * part), self.width)
+
+    def _as_stored(self, b: Any, quads: list[Any]) -> list[Any]:
+        """Unpacked bytes as the tile takes them."""
+        return quads
 
     def _slots(self, b: Any, chains: int) -> list[list[list[Any]]]:
         if self.pairs:
@@ -196,46 +200,54 @@ def tile_product(tile: PanelTile) -> Any:
 
 
 def cross_sums(weights: IntegerWeights, tokens: int) -> Any:
-    """A function: (args, chunks, from, out), chunks as of `PanelTile.emit_chunks`: out i32 [activation block][numbers] = less
-    the sums of the products of even channels with the odd ones after them.
-
-    tokens   0: of a block's unpacked weights, a number for each of 16 output channels; else of the activations of a tile
-    """
+    """`emit_cross_sums` as a function: (args, chunks, from, out)."""
     many = tokens
 
     @intrinsic
     def write(typing: Any, args: Any, chunks: Any, source: Any, out: Any) -> Any:
         def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
             record, chunks, source, out = values
-            first, count, start, blocks = cgutils.unpack_tuple(b, chunks, 4)
-            tile = IntegerTile(weights, many or 1)
-            numbers, quad_bytes = (many, 8 * many) if many else (LINE // 4, 2 * LINE)
-            with cgutils.for_range(b, blocks) as loop:
-                if weights.extent == HALF_CHUNK:
-                    quad, quads = b.mul(loop.index, ir.Constant(I64, QUADS // 2)), ir.Constant(I64, QUADS // 2)
-                else:
-                    per_block = ProductArgs.chunks_per_block.load(b, record)
-                    chunk, inside = chunks_of(b, b.add(start, loop.index), b.add(first, count), per_block)
-                    quad = b.mul(b.sub(chunk, first), ir.Constant(I64, QUADS))
-                    quads = b.mul(inside, ir.Constant(I64, QUADS))
-                slots = [cgutils.alloca_once(b, tile.ints) for _ in range(1 if many else tile.parts)]
-                for slot in slots:
-                    b.store(constant(tile.ints, 0), slot)
-                with cgutils.for_range(b, quads) as inner:
-                    place = at(b, source, b.add(quad, inner.index), quad_bytes)
-                    pairs = _token_words(b, place, many, tile) if many else _weight_words(b, place, tile)
-                    for slot, (even, odd) in zip(slots, pairs, strict=True):
-                        b.store(tile.isa.dot16(b, b.load(slot), even, b.bitcast(odd, tile.ints)), slot)
-                for part, slot in enumerate(slots):
-                    total, to = b.neg(b.load(slot)), plus(b, at(b, out, loop.index, 4 * numbers), tile.width * part)
-                    if many:
-                        total = b.shuffle_vector(total, total, _lanes(list(range(many))))
-                    store(b, total, to, 4)
+            emit_cross_sums(b, weights, many, record, cgutils.unpack_tuple(b, chunks, 4), (source, out))
             return context.get_dummy_value()
 
         return types.void(args, types.UniTuple(types.intp, 4), types.intp, types.intp), codegen
 
     return write
+
+
+def emit_cross_sums(b: Any, weights: IntegerWeights, many: int, record: Any, chunks: Any, places: tuple[Any, Any]) -> None:
+    """Emits out i32 [activation block][numbers] = less the sums of the products of even channels with the odd ones after them.
+
+    many    0: of a block's unpacked weights, a number for each of 16 output channels; else of the activations of a tile of so
+            many tokens
+    chunks  as of `PanelTile.emit_chunks`
+    places  addresses: from, out
+    """
+    source, out = places
+    first, count, start, blocks = chunks
+    tile = IntegerTile(weights, many or 1)
+    numbers, quad_bytes = (many, 8 * many) if many else (LINE // 4, 2 * LINE)
+    with cgutils.for_range(b, blocks) as loop:
+        if weights.extent == HALF_CHUNK:
+            quad, quads = b.mul(loop.index, ir.Constant(I64, QUADS // 2)), ir.Constant(I64, QUADS // 2)
+        else:
+            per_block = ProductArgs.chunks_per_block.load(b, record)
+            chunk, inside = chunks_of(b, b.add(start, loop.index), b.add(first, count), per_block)
+            quad = b.mul(b.sub(chunk, first), ir.Constant(I64, QUADS))
+            quads = b.mul(inside, ir.Constant(I64, QUADS))
+        slots = [cgutils.alloca_once(b, tile.ints) for _ in range(1 if many else tile.parts)]
+        for slot in slots:
+            b.store(constant(tile.ints, 0), slot)
+        with cgutils.for_range(b, quads) as inner:
+            place = at(b, source, b.add(quad, inner.index), quad_bytes)
+            pairs = _token_words(b, place, many, tile) if many else _weight_words(b, place, tile)
+            for slot, (even, odd) in zip(slots, pairs, strict=True):
+                b.store(tile.isa.dot16(b, b.load(slot), even, b.bitcast(odd, tile.ints)), slot)
+        for part, slot in enumerate(slots):
+            total, to = b.neg(b.load(slot)), plus(b, at(b, out, loop.index, 4 * numbers), tile.width * part)
+            if many:
+                total = b.shuffle_vector(total, total, _lanes(list(range(many))))
+            store(b, total, to, 4)
 
 
 def _lanes(which: list[int]) -> Any:
