@@ -40,7 +40,7 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
         sliding_windows=config.sliding_windows[:count],
         layers_without_rope=tuple(layer for layer in config.layers_without_rope if layer < count),
         conv_layers=tuple(layer for layer in config.conv_layers if layer < count),
-        num_kv_shared_layers=(shared := max(0, config.num_kv_shared_layers - config.num_hidden_layers + count)),
+        num_kv_shared_layers=(shared := max(0, config.num_kv_shared_layers - max(0, config.num_hidden_layers - count))),
         use_double_wide_mlp=config.use_double_wide_mlp and shared > 0,
         delta_net=_with_layers(config.delta_net, count),
         vision=None,

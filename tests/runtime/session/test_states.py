@@ -80,7 +80,7 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
     """`apart`: pages between snapshots, as where they are large."""
     if apart:
         monkeypatch.setattr(model.program, "snapshot_pages", apart)
-    walk(model, tmp_path, random.Random(apart))
+    walk(model, tmp_path, random.Random(apart or 0))
 
 
 @pytest.mark.parametrize(
