@@ -34,7 +34,7 @@ def test_the_text_is_json_of_the_schema(edgeq: Run, demo: Path, tmp_path: Path, 
     ("name", "rules", "read_as"),
     [
         ("g.gbnf", 'root ::= "on" | "off"', "GBNF"),
-        ("g.txt", 'root ::= "on" | "off"', "GBNF"),
+        pytest.param("g.txt", 'root ::= "on" | "off"', "GBNF", marks=pytest.mark.exhaustive),
         ("g.lark", 'start: "on" | "off"', "Lark"),
     ],
 )

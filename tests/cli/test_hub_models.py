@@ -119,6 +119,7 @@ def test_a_digest_that_is_a_path_is_not_used(edgeq: Run, hub: Hub) -> None:
     refused(edgeq("pull", f"{NAME}:Q8_0"), "the hub says no digest of m-Q8_0.gguf")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_download_goes_on(demo: Path, tmp_path: Path) -> None:
     # huggingface_hub writes in pieces of 10 MB.
     folder = tmp_path / "files"

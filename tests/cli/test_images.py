@@ -159,7 +159,7 @@ def test_messages_may_say_where_their_pictures_are(model: Model, signs: Path) ->
     assert [p.digest for p in prompt.places] == [model.read_image(p).digest for p in (first, second)]
 
 
-@pytest.mark.parametrize("draft", ["lookup", "qspec"])
+@pytest.mark.parametrize("draft", ["lookup", pytest.param("qspec", marks=pytest.mark.exhaustive)])
 def test_drafts_change_nothing(model: Model, signs: Path, draft: Any) -> None:
     messages = [{"role": "user", "content": SAYS}]
     plain = model.chat(messages, images=[signs / "000003.png"], max_tokens=12, ignore_eos=True)

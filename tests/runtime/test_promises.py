@@ -18,7 +18,7 @@ from tests.targets.cases import HERE
 PROMPT = "class Reader:\n    def __init__(self, path):\n" * 6
 
 
-@pytest.mark.parametrize("mode", ["a16", "a8"])
+@pytest.mark.parametrize("mode", [pytest.param("a16", marks=pytest.mark.exhaustive), "a8"])
 def test_one_to_eight_threads_give_the_same_text(tiny_path: Path, mode: str) -> None:
     texts = set()
     for threads in range(1, 9):

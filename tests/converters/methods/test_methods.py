@@ -327,9 +327,9 @@ class Crash(Exception):
     [
         {"method": "gptq", "group_size": 32, "act_order": True},
         pytest.param({"method": "gptq", "group_size": 64}, marks=pytest.mark.exhaustive),
-        {"method": "awq+gptq", "bits": 3, "group_size": 32},
+        pytest.param({"method": "awq+gptq", "bits": 3, "group_size": 32}, marks=pytest.mark.exhaustive),
         pytest.param({"method": "smoothquant", "bits": 4}, marks=pytest.mark.exhaustive),
-        {"method": "smoothquant+gptq", "bits": 4},
+        pytest.param({"method": "smoothquant+gptq", "bits": 4}, marks=pytest.mark.exhaustive),
         {"method": "ttq", "rank": 4},
     ],
     ids=lambda o: str(o["method"]),

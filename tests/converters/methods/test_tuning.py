@@ -96,6 +96,7 @@ def test_scales_alone_change_and_the_layer_comes_closer(
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_quick")
 def test_interrupted_it_goes_on_to_the_same_bytes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder, options = str(checkpoint("qwen2")), ConvertOptions(tune=True, **{**SMALL, "method": "awq+gptq"})

@@ -546,7 +546,7 @@ def test_bytes_leave_out_what_a_trellis_beats_and_time_leaves_out_nothing(folder
     assert {codec.name for codec in even.candidates() if codec.group_size == 64} == more | trellises
 
 
-@pytest.mark.parametrize("gpu_first", [False, True])
+@pytest.mark.parametrize("gpu_first", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_budget_for_a_gpu_takes_no_half_grid_and_no_trellis(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_first: bool
 ) -> None:

@@ -171,7 +171,7 @@ def crashing(after: int) -> Callable[..., None]:
     return progress
 
 
-@pytest.mark.parametrize("method", ["none", "rtn", "awq"])
+@pytest.mark.parametrize("method", ["none", "rtn", pytest.param("awq", marks=pytest.mark.exhaustive)])
 def test_interrupted_at_any_point_it_goes_on_to_the_same_bytes(
     checkpoint: Callable[..., Path], tmp_path: Path, method: Any
 ) -> None:

@@ -68,7 +68,7 @@ def made(plan: ConversionPlan, output: Path, rows: int = BATCH_ROWS, said: list[
 @pytest.mark.usefixtures("_one_arithmetic")
 @pytest.mark.parametrize(
     ("family", "options"),
-    [*METHODS[:2], *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in METHODS[2:])],
+    [METHODS[0], *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in METHODS[1:])],
     ids=lambda x: x["method"] if isinstance(x, dict) else x,
 )
 def test_a_gpu_makes_the_same_file_within_the_memory_promised(

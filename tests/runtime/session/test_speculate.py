@@ -171,8 +171,8 @@ def test_all_drafts_rejected_give_the_token_without_drafts() -> None:
     assert accept(stream, draft, logits) == [5]
 
 
-# With a quarter of the cycles a law must be further from the right one to be seen.
-CYCLES = pytest.mark.parametrize("cycles", [15_000, pytest.param(60_000, marks=pytest.mark.exhaustive)])
+# With a tenth of the cycles a law must be further from the right one to be seen.
+CYCLES = pytest.mark.parametrize("cycles", [6_000, pytest.param(60_000, marks=pytest.mark.exhaustive)])
 
 
 @CYCLES

@@ -130,7 +130,9 @@ def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chose
 
 
 @pytest.mark.parametrize("mode", ["a16", "a8"])
-@pytest.mark.parametrize("codec", [*CODECS[1:3], *OTHERS], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [*CODECS[1:3], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)], ids=lambda c: c.name
+)
 def test_a_row_is_bit_equal_whatever_runs_beside_it(codec, mode):
     arrays, x = Arrays(), inputs(40)
     graph = graph_of(arrays, codec, x, 6, 2)

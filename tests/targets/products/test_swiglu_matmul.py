@@ -62,7 +62,7 @@ CODECS = {
     "offset": (I4_OFFSET, I5_OFFSET),
     "two-level": (I4_LEVELS, I6_LEVELS),
 }
-MODE_OF = {"g32-zero": "a8", "half": "a8", "offset": "a16", "table": "a8"}
+MODE_OF = {"g32-zero": "a8", "table": "a8"}
 """In which one they are tried without the exhaustive tests."""
 
 

@@ -129,6 +129,7 @@ def test_what_has_no_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> N
         read(Path("/dev/zero"))
 
 
+@pytest.mark.exhaustive
 def test_the_formats(tiny: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     result = edgeq("profile", tiny, *SHORT, "--mode", "a16,a8", "-o", "json", "--save", kept)
@@ -144,6 +145,7 @@ def test_the_formats(tiny: Path, tmp_path: Path) -> None:
     assert text.exit_code == 0 and "| tg4 " in text.stdout and "+ bubble" in text.stdout and "Energy: " in text.stdout
 
 
+@pytest.mark.exhaustive
 def test_drafts_and_minutes(tiny: Path, tmp_path: Path) -> None:
     """Runs in a cheaper mode and runs that check drafts are apart from the others; settings that are the same run once."""
     more = ("--draft", "off,qspec", "--gamma", "2", "--sustained", "0.005", "--what-if", "bits=3", "--mode", "a16")
