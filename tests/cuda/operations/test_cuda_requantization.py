@@ -187,7 +187,7 @@ def test_masters_are_brought_layer_by_layer_where_they_do_not_fit(case: Case, mo
     del brought, kept
     # A byte less, and one page of the context would not fit beside all of them.
     for spare, brings in ((0, False), (-1, True)):
-        whole = plan.device_bytes(case.graph, case.file, options, False)  # type: ignore[arg-type]
+        whole = plan.device_bytes(case.graph, case.file, options, EmulatedDevice())  # type: ignore[arg-type]
         free = whole + case.graph.page_bytes(options.kv) + spare
         monkeypatch.setattr(EmulatedDevice, "memory", lambda self, free=free: (1 << 32, free))
         program = CudaTarget(EmulatedDevice()).compile(case.graph, case.file, options)  # type: ignore[arg-type]
