@@ -245,7 +245,8 @@ class BlockForward(TokenForward):
 
 
 class LayerRows:
-    """The rows that layers have for the tokens of a text; those of a layer are made when they are asked for.
+    """The rows that layers have for the tokens of a text; those of a layer are made when they are first asked for, and kept
+    until another layer's are.
 
     inverse   int64 [rows, tokens]: which of the rows is a token's
     """
@@ -254,9 +255,17 @@ class LayerRows:
         self._tensors, self._config = tensors, config
         self._tokens, self.inverse = torch.unique(tokens, return_inverse=True)
         self._embedded = embedded(tensors, config, self._tokens)
+        self._last: tuple[int, Tensor] | None = None
 
     def of(self, layer: int) -> Tensor:
         """norm(row_context(x)) + table[token] sqrt(size / 2) of each different token, float32 [tokens, size]."""
+        if self._last is None or self._last[0] != layer:
+            # Let go of before, as the memory that is promised has room for those of one layer.
+            self._last = None
+            self._last = layer, self._made(layer)
+        return self._last[1]
+
+    def _made(self, layer: int) -> Tensor:
         size, read = self._config.hidden_size_per_layer_input, self._tensors.rows
         begin, end = layer * size, (layer + 1) * size
         made = self._embedded @ torch.from_numpy(read(ROW_CONTEXT, begin, end)).T
