@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,15 @@ POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm"
 GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 GLM_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 COHERE = ATTENTION | MLP | {"attn_norm": "input_layernorm"}
+LFM2_CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")}
+LFM2 = {
+    **{"attn_norm": "operator_norm", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
+    **{f"ffn_{part}": f"feed_forward.{module}" for part, module in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
+    **{"ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
+}
+LFM2_NORM = {name: "model.embedding_norm.weight" for name in (NORM, "token_embd_norm.weight")}
+"""llama.cpp calls the last norm one of the embedding."""
+GPT_OSS = {"attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"}
 HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
 GPT2_SIZES = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
@@ -54,6 +64,7 @@ class Architecture:
     epsilon       what config.json calls the epsilon of the norms; any name but RMS_EPSILON is that of a LayerNorm
     ends          tensors outside of the layers: llama.cpp's name -> transformers'
     layers        what transformers' names of tensors in layers begin with
+    scaling       further keys of `rope_scaling`
     """
 
     family: str
@@ -65,6 +76,7 @@ class Architecture:
     epsilon: str = RMS_EPSILON
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     layers: str = "model.layers."
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def nothing_else(keys: GgufKeys) -> Settings:
@@ -144,6 +156,31 @@ def olmo3(keys: GgufKeys) -> Settings:
 
 def exaone4(keys: GgufKeys) -> Settings:
     return {"layer_types": None} | windows(keys)
+
+
+def lfm2(keys: GgufKeys) -> Settings:
+    """A layer without heads of keys and values has a convolution."""
+    heads = keys.integers("attention.head_count_kv", 1 << 16)
+    attends = {each for each in heads if each}
+    if len(heads) != keys.integer("block_count") or len(attends) != 1:
+        raise keys.wrong("attention.head_count_kv", heads, "a number for each layer, 0 or the same")
+    return {
+        "num_key_value_heads": attends.pop(),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "conv_L_cache": keys.integer("shortconv.l_cache"),
+        "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def gpt_oss(keys: GgufKeys) -> Settings:
+    """Every other layer has the window, from the first on."""
+    if (stretched := keys.value("rope.scaling.type")) != "yarn":
+        raise keys.wrong("rope.scaling.type", stretched, "yarn")
+    return mixtral(keys) | {
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+    }
 
 
 def rope_sections(keys: GgufKeys) -> list[int]:
@@ -300,6 +337,15 @@ ARCHITECTURES = {
         ends={EMBEDDING: "gpt_neox.embed_in.weight", HEAD: "embed_out.weight"}
         | {NORM: "gpt_neox.final_layer_norm.weight", "output_norm.bias": "gpt_neox.final_layer_norm.bias"},
         layers="gpt_neox.layers.",
+    ),
+    "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", ATTENTION | LFM2 | LFM2_CONVOLUTION, lfm2, ends=ENDS | LFM2_NORM),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {"attn_norm": "input_layernorm"} | ATTENTION | GPT_OSS | EXPERTS,
+        gpt_oss,
+        # llama.cpp rounds the bounds of its frequencies, the checkpoints do not.
+        scaling={"truncate": False},
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, ernie4_5),
 }

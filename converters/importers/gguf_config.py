@@ -41,7 +41,10 @@ def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int
     rotated = keys.integer("rope.dimension_count", head_dim)
     settings = kind.settings(keys)
     # Of a model whose layers all have experts some files say the width of a layer without.
-    width = keys.value("feed_forward_length") if "moe_intermediate_size" in settings else keys.integer("feed_forward_length")
+    of_experts = "moe_intermediate_size" in settings or "intermediate_size" in settings
+    width = keys.value("feed_forward_length") if of_experts else keys.integer("feed_forward_length")
+    if "num_key_value_heads" not in settings:
+        settings["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     config = {
         "architectures": [kind.family],
         "model_type": kind.model_type,
@@ -50,7 +53,6 @@ def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int
         "intermediate_size": width,
         "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         kind.epsilon: keys.number(f"attention.layer_norm_{'rms_' * (kind.epsilon == RMS_EPSILON)}epsilon"),
@@ -61,7 +63,7 @@ def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int
         **settings,
     }
     scaling = _scaling(keys, factors, head_dim, config["rope_theta"])
-    return config | ({"rope_scaling": scaling} if scaling else {})
+    return config | ({"rope_scaling": {**scaling, **kind.scaling}} if scaling else {})
 
 
 def _scaling(keys: GgufKeys, factors: Factors, head_dim: int, theta: float) -> Settings | None:

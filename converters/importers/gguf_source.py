@@ -8,7 +8,7 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ MAX_FACTORS = 4096
 """Pairs of a head; published models have at most 128."""
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,11 @@ def _renamed(
             experts, rows, columns = tensor.shape
             for expert in range(experts):
                 found[f"{prefix}{module.format(expert)}.{at[3]}"] = whole.part(expert * rows, (rows, columns))
+        elif "{}" in module and len(tensor.shape) == 2 and not tensor.block:
+            for expert in range(tensor.rows):
+                found[f"{prefix}{module.format(expert)}.{at[3]}"] = whole.part(expert, (tensor.columns,))
+        elif at[2] == "shortconv.conv" and len(tensor.shape) == 2:
+            found[f"{prefix}{module}.{at[3]}"] = replace(whole, shape=(tensor.rows, 1, tensor.columns))
         elif at[2] == "ffn_gate_inp_shexp":
             found[f"{prefix}{module}.{at[3]}"] = whole.part(0, (1, tensor.rows * tensor.columns))
         else:

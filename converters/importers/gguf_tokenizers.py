@@ -43,6 +43,7 @@ Json = dict[str, Any]
 class Split:
     """How a byte-level tokenizer splits a text.
 
+    first     patterns by which it is split before, one after another
     digits    every digit stands alone
     whole     a part that is a token is not built by merges: vocabularies that were made for tiktoken
     composed  the text is brought into the normal form NFC
@@ -50,6 +51,7 @@ class Split:
     """
 
     pattern: str
+    first: tuple[str, ...] = ()
     digits: bool = False
     whole: bool = False
     composed: bool = False
@@ -59,6 +61,7 @@ class Split:
 _LLAMA3 = Split(split_patterns.GPT4, whole=True, add_bos=True)
 _GPT2, _GPT4 = Split(split_patterns.GPT2), Split(split_patterns.GPT4)
 _DIGITS = Split(split_patterns.GPT2, digits=True)
+_DEEPSEEK3 = Split(split_patterns.DEEPSEEK3, first=(split_patterns.DEEPSEEK3_DIGITS, split_patterns.DEEPSEEK3_CHINESE))
 SPLITS = {
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
@@ -71,6 +74,9 @@ SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
     "smaug-bpe": _GPT4,
     "dbrx": _GPT4,
     "glm4": _GPT4,
@@ -78,6 +84,8 @@ SPLITS = {
     "qwen2": Split(split_patterns.QWEN2, composed=True),
     "deepseek-r1-qwen": Split(split_patterns.QWEN2),
     "stablelm2": Split(split_patterns.QWEN2),
+    "deepseek-v3": _DEEPSEEK3,
+    "hunyuan-dense": _DEEPSEEK3,
     "tekken": Split(split_patterns.TEKKEN, whole=True, add_bos=True),
     "gpt-4o": Split(split_patterns.GPT4O),
     "llama4": Split(split_patterns.GPT4O),
@@ -115,7 +123,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json
         )
     split = SPLITS[name]
     splits: list[Json] = [{"type": "Digits", "individual_digits": True}] if split.digits else []
-    splits.append({"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False})
+    for pattern in (*split.first, split.pattern):
+        splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "normalizer": {"type": "NFC"} if split.composed else None,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
-TAKES_OTHERS = ("none", "rtn", "awq", "gptq", "awq+gptq")
+TAKES_OTHERS = ("none", "as-stored", "rtn", "awq", "gptq", "awq+gptq")
 """Methods that convert layers with a state in place of attention, and layers whose heads differ."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""

@@ -19,5 +19,10 @@ TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}{_SIGNS
 """Mistral's."""
 GPT4O = rf"{_START}{_UPPER}*{_LOWER}+{_WORDS}?|{_START}{_UPPER}+{_LOWER}*{_WORDS}?|\p{{N}}{{1,3}}{_SIGNS}[\r\n/]*{_BREAKS}"
 """Llama 4's too."""
+DEEPSEEK3_DIGITS, DEEPSEEK3_CHINESE = r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _BREAKS
+)
+"""After its digits and Chinese and Japanese letters were taken out; Hunyuan's too."""
 SPACES = " {2,}"
 """In normalizers of SentencePiece models."""

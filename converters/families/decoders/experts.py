@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
@@ -144,12 +145,14 @@ def gpt_oss_settings(values: Values) -> dict[str, Any]:
 def gpt_oss_sources(config: ModelConfig) -> dict[str, TensorSource]:
     """Experts of a layer in one tensor of each kind.  Of gate and up every even output channel is a gate.
 
-    Floats have a column for every output channel, integers, which the source calls weights, a row.
+    Floats have a column for every output channel, integers, which the source calls weights, a row.  In GGUF files experts are
+    apart.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sources, router, heads = dict[str, TensorSource](), (experts, hidden), (config.num_attention_heads,)
     for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers)):
-        sources[f"{p}self_attn.sinks.weight"] = TensorSource(f"{p}self_attn.sinks", heads, heads)
+        sinks = TensorSource(f"{p}self_attn.sinks.weight", heads, heads)
+        sources[f"{p}self_attn.sinks.weight"] = replace(sinks, name=f"{p}self_attn.sinks", otherwise=sinks)
         for kind, shape in (("weight", router), ("bias", router[:1])):
             sources[f"{p}mlp.gate.{kind}"] = TensorSource(f"{p}mlp.router.{kind}", shape, shape)
         gates, ups = (range(first, 2 * inner, 2) for first in (0, 1))
@@ -163,10 +166,12 @@ def gpt_oss_sources(config: ModelConfig) -> dict[str, TensorSource]:
                 before, shape = stored * expert, (rows, columns)
                 order = range(before + picked.start, before + picked.stop, picked.step)
                 floats = TensorSource(theirs, (experts, columns, stored), shape, order=picked, transposed=True, matrix=expert)
+                apart = TensorSource(f"{ours}weight", shape, shape, otherwise=floats)
                 sources[f"{ours}weight"] = TensorSource(
-                    f"{theirs}.weight", (experts, stored, columns), shape, order=order, otherwise=floats
+                    f"{theirs}.weight", (experts, stored, columns), shape, order=order, otherwise=apart
                 )
-                sources[f"{ours}bias"] = TensorSource(f"{theirs}_bias", (experts, stored), (rows,), order=order)
+                biases = TensorSource(f"{theirs}_bias", (experts, stored), (rows,), order=order)
+                sources[f"{ours}bias"] = TensorSource(f"{ours}bias", (rows,), (rows,), otherwise=biases)
     return sources
 
 

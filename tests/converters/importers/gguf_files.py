@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from edgeq.converters.families.decoders.lfm import mlp_width
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
 
 Array = NDArray[np.float32]
@@ -47,6 +49,8 @@ ARCHITECTURES = {
     "gpt2": ("gpt2", "GPT2"),
     "gpt_neox": ("gptneox", "GPTNEOX"),
     "gpt_bigcode": ("starcoder", "STARCODER"),
+    "lfm2": ("lfm2", "LFM2"),
+    "gpt_oss": ("gpt-oss", "GPT_OSS"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
@@ -68,6 +72,10 @@ def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndar
     return raw
 
 
+FLOATS = re.compile(r"inp|conv\.weight|\.bias")
+"""Names of tensors that llama.cpp leaves in float32."""
+
+
 def exact_float(name: str, values: Array) -> Type:
     """Matrices of bfloat16, as the checkpoints are; vectors in float32."""
     return Type.BF16 if values.ndim > 1 else Type.F32
@@ -75,7 +83,7 @@ def exact_float(name: str, values: Array) -> Type:
 
 def in_type(kind: Type) -> Callable[[str, Array], Type]:
     """Matrices of `kind` where its blocks divide their rows."""
-    return lambda name, values: kind if values.ndim > 1 and "inp" not in name else Type.F32
+    return lambda name, values: kind if values.ndim > 1 and not FLOATS.search(name) else Type.F32
 
 
 def write_gguf(
@@ -172,6 +180,15 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
     if config["model_type"] in ("olmo3", "exaone4", "cohere2") and config.get("sliding_window"):
         keys["attention.sliding_window"] = config["sliding_window"]
         keys["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if own == "lfm2":
+        attends = [each == "full_attention" for each in config["layer_types"]]
+        keys["attention.head_count_kv"] = [config["num_key_value_heads"] * each for each in attends]
+        keys |= {"shortconv.l_cache": config["conv_L_cache"], "attention.layer_norm_rms_epsilon": config["norm_eps"]}
+        keys["feed_forward_length"] = mlp_width({"block_ff_dim": None, "block_auto_adjust_ff_dim": True, **config})
+        keys = {key: value for key, value in keys.items() if key not in ("attention.key_length", "attention.value_length")}
+    if own == "gpt-oss":
+        keys |= {"attention.sliding_window": config["sliding_window"]}
+        keys["expert_feed_forward_length"] = config["intermediate_size"]
     if config["model_type"] == "olmo3":
         keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
@@ -201,6 +218,12 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found[name] = values + 1
         if name.endswith("shared_expert_gate.weight"):
             found[name] = values[0]
+        if name.endswith("conv.conv.weight"):
+            found[name] = values[:, 0]
+        if kind == "gpt_oss" and ".experts." in name:
+            found |= gpt_oss_experts(name, found.pop(name))
+        if name.endswith(".sinks"):
+            found[f"{name}.weight"] = found.pop(name)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config, rope)
@@ -208,6 +231,16 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
         for part in ("long", "short"):
             found[f"rope_factors_{part}.weight"] = np.array(rope[f"{part}_factor"], np.float32)
     return stacked(found)
+
+
+def gpt_oss_experts(name: str, values: Array) -> dict[str, Array]:
+    """A tensor of all experts, with a row for each output channel, gates apart from what they multiply."""
+    stem, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+    rows = values if kind == "bias" else values.swapaxes(1, 2)
+    parts = {"gate_up": {"gate": rows[:, 0::2], "up": rows[:, 1::2]}, "down": {"down": rows}}
+    experts, _, module = stem.rpartition(".")
+    found = parts[module.removesuffix("_proj")]
+    return {f"{experts}.{part}_proj.{kind}": np.ascontiguousarray(array) for part, array in found.items()}
 
 
 def stacked(tensors: dict[str, Array]) -> dict[str, Array]:
@@ -218,6 +251,8 @@ def stacked(tensors: dict[str, Array]) -> dict[str, Array]:
         number, _, module = rest.partition(".")
         if middle and number.isdecimal():
             experts.setdefault(f"{before}.experts.{module}", []).append(values)
+        elif middle and "." in rest:
+            found[name] = values
         elif middle:
             parts = {"gate_proj": values[:, : values.shape[1] // 2], "up_proj": values[:, values.shape[1] // 2 :]}
             fused = parts if rest.startswith("gate_up") else {"down_proj": values}

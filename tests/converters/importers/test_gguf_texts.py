@@ -108,6 +108,8 @@ def generation(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         ("chatglm-bpe", "1231 ab", [16, 6, 17]),
         ("exaone4", "123  ab", [16, 9, 17]),
         ("stablelm2", "123 ab", [6, 7, 8, 17]),
+        ("lfm2", "1231 ab", [0, 16, 6, 17]),
+        ("hunyuan-dense", "1231 ab", [16, 6, 17]),
         # U+0301 after an "a" is one character in NFC, whose bytes C3 A1 are not in this vocabulary but for the first.
         ("qwen2", "a\u0301", [13]),
         ("gpt-2", "a\u0301", [4, 19]),
