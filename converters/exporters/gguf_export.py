@@ -22,7 +22,7 @@ from edgeq.converters.exporters.contents import (
 from edgeq.converters.exporters.gguf_blocks import FLOAT_NUMBERS, HeldAs, blocks_of, held_as
 from edgeq.converters.exporters.gguf_network import GgufNetwork, layer_names, network_of
 from edgeq.converters.exporters.gguf_tokenizer import tokenizer_keys
-from edgeq.converters.importers.gguf_architectures import EMBEDDING, HEAD, NORM
+from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM
 from edgeq.converters.importers.gguf_types import stored_bytes
 from edgeq.errors import ResourceError, UnsupportedError
 from edgeq.format.codec import AnyArray, ArrayF32, as_float32, to_bf16

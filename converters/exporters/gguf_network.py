@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.converters.families import recognise
-from edgeq.converters.importers.gguf_architectures import ARCHITECTURES, EMBEDDING, FREQUENCIES, HEAD, NORM, architecture
+from edgeq.converters.importers.gguf_architectures import ARCHITECTURES, architecture
 from edgeq.converters.importers.gguf_config import config_of
+from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, HEAD, NORM
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.rope import frequencies
@@ -132,8 +133,9 @@ def _check_comes_back(config: ModelConfig, name: str, keys: Keys, factors: Facto
     if not config.tie_word_embeddings:
         shapes[HEAD] = shapes[EMBEDDING]
     try:
-        kind, read = architecture({"general.architecture": name, **keys}, "the file")
-        found = recognise(config_of(kind, read, shapes, factors))[1]
+        kind, read = architecture({"general.architecture": name, **keys}, "the file", shapes)
+        read.factors = dict(factors)
+        found = recognise(config_of(kind, read))[1]
     except (CheckpointError, UnsupportedError) as error:
         raise UnsupportedError(f"GGUF cannot say what this network has: {error}") from None
     ours, theirs = asdict(config), asdict(found)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES, HEAD, RMS_EPSILON, Architecture
-from edgeq.converters.importers.gguf_keys import GgufKeys, Settings
+from edgeq.converters.importers.gguf_architectures import RMS_EPSILON, Architecture
+from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, HEAD, GgufKeys, Settings
 from edgeq.errors import CheckpointError, UnsupportedError
 
 Factors = Mapping[str, NDArray[np.float32]]
@@ -20,14 +20,12 @@ YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "
 """Key after `rope.scaling.` -> key of `rope_scaling`; llama.cpp's numbers where they are absent are transformers'."""
 
 
-def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int, ...]], factors: Factors) -> Settings:
+def config_of(kind: Architecture, keys: GgufKeys) -> Settings:
     """Keys of config.json, and the read ones marked in `keys`.
-
-    shapes    of all tensors by llama.cpp's names;  factors  tensors that belong to the rotary embedding
 
     CheckpointError: a key missing or of another type.  UnsupportedError: a value that edgeq does not run.
     """
-    embedding = shapes.get(EMBEDDING)
+    embedding = keys.shapes.get(EMBEDDING)
     if embedding is None or len(embedding) != 2:
         raise CheckpointError(f"{keys.place}: no tensor {EMBEDDING}; the file is incomplete or no language model")
     # Its rows say the same; files differ in whether they have the key.
@@ -58,11 +56,11 @@ def config_of(kind: Architecture, keys: GgufKeys, shapes: Mapping[str, tuple[int
         kind.epsilon: keys.number(f"attention.layer_norm_{'rms_' * (kind.epsilon == RMS_EPSILON)}epsilon"),
         "max_position_embeddings": keys.integer("context_length"),
         "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "tie_word_embeddings": HEAD not in shapes,
+        "tie_word_embeddings": HEAD not in keys.shapes,
         "partial_rotary_factor": rotated / head_dim,
         **settings,
     }
-    scaling = _scaling(keys, factors, head_dim, config["rope_theta"])
+    scaling = _scaling(keys, keys.factors, head_dim, config["rope_theta"])
     return config | ({"rope_scaling": {**scaling, **kind.scaling}} if scaling else {})
 
 

@@ -7,17 +7,20 @@ somebody, or listed here with the values under which it changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeq.errors import CheckpointError, UnsupportedError
 
 Keys = Mapping[str, Any]
 Settings = dict[str, Any]
 """Keys of config.json."""
+
+EMBEDDING, HEAD, NORM, FREQUENCIES = "token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"attention.causal": (True,), "use_parallel_residual": (False,), "pooling_type": (0,)},
@@ -40,13 +43,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class GgufKeys:
     """The metadata of a file, read by key without the architecture's name; what nobody reads is refused in the end.
 
-    tensors   their names: of some settings it is all that says them
+    shapes    of all tensors, by their names: of some settings it is all that says them
+    factors   vectors that belong to the rotary embedding
     """
 
     metadata: Keys
     architecture: str
     place: str
-    tensors: Collection[str] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    factors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -85,9 +90,17 @@ class GgufKeys:
         if not _among(found, supported):
             raise self._refused(key, found, supported)
 
-    def has(self, tensor: str) -> bool:
-        """Whether the layers have a tensor of this name."""
-        return f"blk.0.{tensor}" in self.tensors
+    def has(self, tensor: str, layer: int = 0) -> bool:
+        """Whether a layer has a tensor of this name."""
+        return f"blk.{layer}.{tensor}" in self.shapes
+
+    def by_layer(self, key: str, layers: int) -> list[int]:
+        """An integer for each layer, where the file may have one for all."""
+        found = self.value(key)
+        values = [found] * layers if type(found) is int else found.tolist() if isinstance(found, np.ndarray) else []
+        if len(values) != layers or any(type(each) is not int or not 0 <= each < 1 << 31 for each in values):
+            raise self.wrong(key, found, f"an integer, or one for each of {layers} layers")
+        return values
 
     def wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         shown = "missing" if value is None else f"{value!r:.60}"

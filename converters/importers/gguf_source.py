@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from edgeq.converters.checkpoint.source import StoredTensor
-from edgeq.converters.importers.gguf_architectures import EMBEDDING, FREQUENCIES, HEAD, Architecture, architecture
+from edgeq.converters.importers.gguf_architectures import Architecture, architecture
 from edgeq.converters.importers.gguf_config import config_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
-from edgeq.converters.importers.gguf_keys import Settings
+from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, HEAD, Settings
 from edgeq.converters.importers.gguf_tensors import GgufTensor, bytes_of
 from edgeq.converters.importers.gguf_texts import TOKENIZER, write_texts
 from edgeq.converters.importers.gguf_tower_kinds import TOWERS
@@ -33,7 +33,7 @@ MAX_FACTORS = 4096
 """Pairs of a head; published models have at most 128."""
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+)\.(weight|bias|scale)")
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,10 @@ def _network(path: Path, mmproj: Path | None) -> _Network:
     """All but the texts; errors as `GgufSource.open`."""
     files, place = _parts(path), str(path)
     metadata = files[0].metadata
-    kind, keys = architecture(metadata, place, {name for file in files for name in file.tensors})
+    kind, keys = architecture(metadata, place, {name: tensor.shape for file in files for name, tensor in file.tensors.items()})
     stored = _stored(files, place)
-    config = config_of(kind, keys, {name: tensor.shape for name, tensor in stored.items()}, _small(stored))
+    keys.factors = _small(stored)
+    config = config_of(kind, keys)
     keys.check_all_read()
     tensors = _renamed(stored, kind, config, place)
     types = Counter(type_name(tensor.type) for tensor in stored.values())
@@ -238,6 +239,9 @@ def _renamed(
             continue
         at = _LAYER.fullmatch(name)
         module = kind.tensors.get(at[2]) if at else None
+        if at and (whole_name := kind.tensors.get(f"{at[2]}.{at[3]}")):
+            found[f"{kind.layers}{int(at[1])}.{whole_name}"] = tensor
+            continue
         if at is None or module is None:
             raise UnsupportedError(f"{place}: tensor {name:.80} has no place in a {kind.family}; edgeq has nothing for it")
         prefix, size = f"{kind.layers}{int(at[1])}.", head_sizes.get(at[2], 0)

@@ -4,6 +4,7 @@ The file names a kind of tokenizer; the rules of each are those of the checkpoin
 
 gpt2    byte-level BPE; `tokenizer.ggml.pre` names how a text is split before, which the file does not hold
 llama   SentencePiece's BPE: the pair whose joined token has the best score is merged first; bytes where nothing else fits
+gemma4  the same with the order of merges in the file, and no space before a text
 t5      SentencePiece's Unigram (Kudo 2018): the split of a text with the largest sum of scores
 """
 
@@ -136,7 +137,15 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json
 
 
 def _sentence_piece_bpe(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
-    spaced = flag(metadata, "add_space_prefix", True)
+    return _of_pieces(vocabulary, _merges_by_score(vocabulary), flag(metadata, "add_space_prefix", True))
+
+
+def _gemma4(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
+    return _of_pieces(vocabulary, vocabulary.merges, flag(metadata, "add_space_prefix", False))
+
+
+def _of_pieces(vocabulary: GgufVocabulary, merges: Any, spaced: bool) -> Json:
+    """A BPE over characters, spaces made visible;  spaced: a text gets one before it."""
     prefix = [{"type": "Prepend", "prepend": SPACE}] if spaced else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -144,7 +153,7 @@ def _sentence_piece_bpe(metadata: Mapping[str, Any], vocabulary: GgufVocabulary)
     return {
         "normalizer": _sequence("normalizers", [*prefix, replace]),
         "decoder": _sequence("decoders", [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]),
-        "model": _bpe(vocabulary, _merges_by_score(vocabulary), unknown=vocabulary.literal("unknown")),
+        "model": _bpe(vocabulary, merges, unknown=vocabulary.literal("unknown")),
         "add_bos": True,
     }
 
@@ -185,6 +194,7 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
 KINDS: Mapping[str, Callable[[Mapping[str, Any], GgufVocabulary], Json]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece_bpe,
+    "gemma4": _gemma4,
     "t5": _unigram,
 }
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeq.converters.importers.gguf_architectures import rope_sections
 from edgeq.converters.importers.gguf_keys import GgufKeys, Settings
+from edgeq.converters.importers.gguf_settings import rope_sections
 from edgeq.converters.importers.gguf_tensors import GgufTensor
 from edgeq.errors import CheckpointError
 from edgeq.network.stack import MAX_SIZES

@@ -54,7 +54,7 @@ def read_tower(metadata: Keys, stored: Mapping[str, GgufTensor], place: str, dec
             f"{place}: general.architecture is {str(name)[:60]!r}, expected {CLIP!r}: --mmproj takes the file of the tower, "
             "which is published beside the language model as mmproj-....gguf"
         )
-    keys = GgufKeys(metadata, CLIP, place, stored)
+    keys = GgufKeys(metadata, CLIP, place, {name: tensor.shape for name, tensor in stored.items()})
     kind = _kind(keys, decoder)
     file = TowerFile(keys, decoder, config, stored)
     file.swapped = kind.swaps and file.shape(DOWN)[1] == file.size("embedding_length")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
@@ -151,8 +150,7 @@ def gpt_oss_sources(config: ModelConfig) -> dict[str, TensorSource]:
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sources, router, heads = dict[str, TensorSource](), (experts, hidden), (config.num_attention_heads,)
     for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers)):
-        sinks = TensorSource(f"{p}self_attn.sinks.weight", heads, heads)
-        sources[f"{p}self_attn.sinks.weight"] = replace(sinks, name=f"{p}self_attn.sinks", otherwise=sinks)
+        sources[f"{p}self_attn.sinks.weight"] = TensorSource(f"{p}self_attn.sinks", heads, heads)
         for kind, shape in (("weight", router), ("bias", router[:1])):
             sources[f"{p}mlp.gate.{kind}"] = TensorSource(f"{p}mlp.router.{kind}", shape, shape)
         gates, ups = (range(first, 2 * inner, 2) for first in (0, 1))

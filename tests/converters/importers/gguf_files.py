@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -51,6 +52,7 @@ ARCHITECTURES = {
     "gpt_bigcode": ("starcoder", "STARCODER"),
     "lfm2": ("lfm2", "LFM2"),
     "gpt_oss": ("gpt-oss", "GPT_OSS"),
+    "gemma4_text": ("gemma4", "GEMMA4"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
@@ -72,7 +74,7 @@ def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndar
     return raw
 
 
-FLOATS = re.compile(r"inp|conv\.weight|\.bias")
+FLOATS = re.compile(r"gate_inp|conv\.weight|\.bias")
 """Names of tensors that llama.cpp leaves in float32."""
 
 
@@ -91,8 +93,12 @@ def write_gguf(
     path: Path,
     choose: Callable[[str, Array], Type] = exact_float,
     change: Callable[[dict[str, Any]], None] = lambda keys: None,
+    tensors: Mapping[str, Array] = MappingProxyType({}),
 ) -> None:
-    """Write the checkpoint in `folder`; `choose`: type of a tensor by its name and values; `change`: the metadata."""
+    """Write the checkpoint in `folder`.
+
+    choose   type of a tensor by its name and values;  change  the metadata;  tensors  some in place of those made of it
+    """
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] in ("gpt2", "gpt_bigcode"):
         config |= {key: config[theirs] for key, theirs in GPT2_KEYS.items()}
@@ -105,7 +111,7 @@ def write_gguf(
     for key, value in keys.items():
         add(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name], config["num_hidden_layers"])
-    for theirs, values in llama_cpp_tensors(config, folder).items():
+    for theirs, values in {**llama_cpp_tensors(config, folder), **tensors}.items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
         kind = choose(ours, values)
         if kind == Type.F32:
@@ -186,14 +192,16 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys |= {"shortconv.l_cache": config["conv_L_cache"], "attention.layer_norm_rms_epsilon": config["norm_eps"]}
         keys["feed_forward_length"] = mlp_width({"block_ff_dim": None, "block_auto_adjust_ff_dim": True, **config})
         keys = {key: value for key, value in keys.items() if key not in ("attention.key_length", "attention.value_length")}
+    if own == "gemma4":
+        keys |= gemma4_metadata(config, rope)
     if own == "gpt-oss":
         keys |= {"attention.sliding_window": config["sliding_window"]}
         keys["expert_feed_forward_length"] = config["intermediate_size"]
     if config["model_type"] == "olmo3":
         keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
-        keys |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
-    if "moe_intermediate_size" in config:
+        keys |= {"expert_count": experts, "expert_used_count": config.get("top_k_experts") or config["num_experts_per_tok"]}
+    if config.get("moe_intermediate_size"):
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if "shared_expert_intermediate_size" in config:
         keys["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
@@ -222,15 +230,52 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found[name] = values[:, 0]
         if kind == "gpt_oss" and ".experts." in name:
             found |= gpt_oss_experts(name, found.pop(name))
-        if name.endswith(".sinks"):
+        if name.endswith((".sinks", ".layer_scalar")):
             found[f"{name}.weight"] = found.pop(name)
+        if kind == "gemma4_text" and (name.endswith("scale") or ".experts." in name):
+            layer = name.split(".")[2]
+            scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+            ours = scales.get(name.partition(f".{layer}.")[2])
+            found[f"blk.{layer}.{ours}" if ours else f"{name}.weight"] = found.pop(name)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_divisors(config, rope)
+    if kind == "gemma4_text":
+        own = next(iter((config["per_layer_config"] or {}).values()), {})
+        pairs = own.get("head_dim", config["head_dim"]) // 2
+        turned = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        found["rope_freqs.weight"] = np.array([1] * turned + [1e30] * (pairs - turned), np.float32)
     if rope.get("rope_type") == "longrope":
         for part in ("long", "short"):
             found[f"rope_factors_{part}.weight"] = np.array(rope[f"{part}_factor"], np.float32)
     return stacked(found)
+
+
+def gemma4_metadata(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without a window have heads of their own."""
+    layers, types, shared = config["num_hidden_layers"], config["layer_types"], config["num_kv_shared_layers"]
+    own = next(iter((config["per_layer_config"] or {}).values()), {})
+    full = {"head_dim": config["head_dim"], "num_key_value_heads": config["num_key_value_heads"], **own}
+    heads = [(full if each == "full_attention" else config)["num_key_value_heads"] for each in types]
+    widths = [config["intermediate_size"]] * (layers - shared)
+    widths += [config["intermediate_size"] * (2 if config["use_double_wide_mlp"] else 1)] * shared
+    keys = {
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "feed_forward_length": widths if len(set(widths)) > 1 else widths[0],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [each == "sliding_attention" for each in types],
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def gpt_oss_experts(name: str, values: Array) -> dict[str, Array]:

@@ -22,6 +22,11 @@ from tests.converters.importers.gguf_files import in_type, write_gguf
 
 # The tokenizer is not what these tests are about.
 pytestmark = pytest.mark.usefixtures("tiny_tokenizer")
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.375},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+}
+"""As many whole pairs of a head of 64 turn."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {},
@@ -39,6 +44,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "neox": {},
     "neox_sequential": {"hidden_act": "gelu", "attention_bias": True},
     "lfm2": {},
+    "gemma4": {"rope_parameters": GEMMA4_ROPE, "hidden_size_per_layer_input": 32},
+    "gemma4_keys": {"rope_parameters": GEMMA4_ROPE},
+    "gemma4_moe": {"rope_parameters": GEMMA4_ROPE},
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 }
 """Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
@@ -76,7 +84,7 @@ def test_integers_are_kept_where_rows_move(checkpoint: Callable[..., Path], tmp_
     write_gguf(folder, tmp_path / "m.gguf", in_type(kind))
     plan = plan_of(tmp_path / "m.gguf")
     file = carry_out(plan, tmp_path / "m.edgeq", silent).file
-    linears = [linear for name, linear in file.metadata.linears.items() if not name.endswith("router")]
+    linears = [linear for name, linear in file.metadata.linears.items() if not name.endswith(("router", "row_context"))]
     assert {weight.codec.name for linear in linears for weight in linear.weights} == {"i4 g32 offset"}
     read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
     floats = plan_of(folder, method="none").checkpoint
@@ -138,6 +146,10 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
         CheckpointError,
         "expected a number for each layer, 0 or the same",
     ),
+    ("gemma4", {"gemma4.attention.head_count_kv": [2, 2, 2, 2, 2, 1]}, CheckpointError, "one number for layers with a window"),
+    ("gemma4", {"gemma4.feed_forward_length": [256] * 3 + [512] * 3}, CheckpointError, "or twice as much in the layers that"),
+    ("gemma4", {"gemma4.attention.sliding_window_pattern": [True] * 6}, CheckpointError, "and layers without one"),
+    ("gemma4", {"gemma4.attention.value_length_swa": 16}, UnsupportedError, "value_length_swa is 16; supported: 32"),
     ("gpt_oss", {"gpt-oss.rope.scaling.type": "linear"}, CheckpointError, "rope.scaling.type is 'linear'; expected yarn"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
@@ -201,4 +213,12 @@ def test_biases_of_experts_in_blocks_are_refused(checkpoint: Callable[..., Path]
 
     write_gguf(checkpoint("gpt_oss", **FAMILIES["gpt_oss"]), tmp_path / "m.gguf", kinds)
     with pytest.raises(CheckpointError, match="up_proj_bias is missing"):
+        plan_of(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("divisors", [[1.0] * 12 + [4.0] * 20, [4.0] + [1.0] * 31, [1.0] * 31, [1e30] * 32])
+def test_pairs_of_a_gemma_4_turn_or_do_not(checkpoint: Callable[..., Path], tmp_path: Path, divisors: list[float]) -> None:
+    tensors = {"rope_freqs.weight": np.array(divisors, np.float32)}
+    write_gguf(checkpoint("gemma4_keys", **FAMILIES["gemma4_keys"]), tmp_path / "m.gguf", tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight are not ones and then numbers from 1e\+09 on, 32 in all"):
         plan_of(tmp_path / "m.gguf")

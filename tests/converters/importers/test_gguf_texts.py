@@ -67,6 +67,28 @@ UNIGRAM: dict[str, Any] = {
     "tokenizer.ggml.eos_token_id": 1,
     "tokenizer.ggml.add_eos_token": True,
 }
+GEMMA4: dict[str, Any] = {
+    "general.architecture": "gemma4",
+    "tokenizer.ggml.model": "gemma4",
+    "tokenizer.ggml.pre": "gemma4",
+    "tokenizer.ggml.tokens": [
+        "<bos>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁a",
+        "▁ab",
+        "bb",
+    ],
+    "tokenizer.ggml.token_type": [3, 2, *[6] * 256, *[1] * 7],
+    "tokenizer.ggml.merges": ["▁ a", "▁a b", "a b", "b b"],
+    "tokenizer.ggml.bos_token_id": 0,
+    "tokenizer.ggml.unknown_token_id": 1,
+    "tokenizer.ggml.add_bos_token": True,
+}
 KINDS = {"byte-level": BYTE_LEVEL, "SentencePiece": SENTENCE_PIECE, "Unigram": UNIGRAM}
 
 
@@ -137,6 +159,14 @@ def test_texts_are_split_as_by_the_class_of_transformers(pre: str, theirs: Any, 
     noise = ["".join(chr(rng.choice((*frequent, rng.randrange(1, 0xD800)))) for _ in range(24)) for _ in range(1000)]
     for text in [*noise, *(f"a {chr(c)}{chr(c)}b" for c in range(1, 12_000, 2))]:
         assert pieces(ours, text) == pieces(other, text), text
+
+
+def test_a_gemma_4_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Spaces are pieces of their own, none is put before a text, and bytes stand for what is no token."""
+    tokens = tokenizer(tmp_path, GEMMA4)
+    assert tokens.encode("ab ab") == [0, 261, 263] and tokens.encode("abb") == [0, 261, 260]
+    assert tokens.encode("aé\n") == [0, 259, 2 + 0xC3, 2 + 0xA9, 2 + 0x0A]
+    assert tokens.decode([261, 263, 2 + 0xC3, 2 + 0xA9]) == "ab abé"
 
 
 def test_a_whole_word_is_not_built_by_merges_where_the_vocabulary_is_tiktokens(tmp_path: Path) -> None:
@@ -233,7 +263,7 @@ SPECIAL = SENTENCE_PIECE["tokenizer.ggml.token_type"]
         (
             "byte-level",
             {"model": "bert"},
-            "model is 'bert'; supported: gpt2, llama, t5; edgeq convert --tokenizer DIR takes the",
+            "model is 'bert'; supported: gpt2, llama, gemma4, t5; edgeq convert --tokenizer DIR takes the",
         ),
         ("byte-level", {"model": ["gpt2"]}, "model is .'gpt2'.; supported"),
         ("byte-level", {"pre": "falcon"}, "pre is 'falcon', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),

@@ -1,0 +1,272 @@
+"""What the keys of a GGUF file say of an architecture, as keys of transformers' config.json.
+
+Read in llama.cpp's converter and model code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, GgufKeys, Settings
+from edgeq.errors import CheckpointError
+from edgeq.network.stack import MAX_SIZES
+
+GPT2_SIZES = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
+GPT2_SIZES |= {"n_positions": "context_length", "n_inner": "feed_forward_length"}
+"""Key of config.json -> llama.cpp's."""
+GEMMA_27B_LAYERS = 62
+STARCODER2_WINDOW = 4096
+"""Published models have this one, which llama.cpp does not store."""
+STOPS = 1e9
+"""The divisor of a frequency from which on a pair does not turn in any context."""
+WINDOWS_PERIOD = 4
+"""llama.cpp's own, for files that have a window and do not say in which layers: all but every fourth."""
+
+
+def nothing_else(keys: GgufKeys) -> Settings:
+    return {}
+
+
+def mixtral(keys: GgufKeys) -> Settings:
+    return {"num_local_experts": keys.integer("expert_count"), "num_experts_per_tok": keys.integer("expert_used_count")}
+
+
+def no_windows(keys: GgufKeys) -> Settings:
+    return {"use_sliding_window": False}
+
+
+def qwen_experts(keys: GgufKeys, normalized: bool) -> Settings:
+    if keys.value("expert_weights_norm", normalized) is not normalized:
+        raise keys.wrong("expert_weights_norm", not normalized, str(normalized).lower())
+    return {
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "norm_topk_prob": normalized,
+    }
+
+
+def qwen2_moe(keys: GgufKeys) -> Settings:
+    shared = keys.integer("expert_shared_feed_forward_length", 4 * keys.integer("expert_feed_forward_length"))
+    return qwen_experts(keys, normalized=False) | {"shared_expert_intermediate_size": shared}
+
+
+def qwen3_moe(keys: GgufKeys) -> Settings:
+    return qwen_experts(keys, normalized=True)
+
+
+def phi3(keys: GgufKeys) -> Settings:
+    window = keys.integer("attention.sliding_window", 0)
+    return {"sliding_window": window or None}
+
+
+def gemma3(keys: GgufKeys) -> Settings:
+    head_dim, layers = keys.integer("attention.key_length", 256), keys.integer("block_count")
+    scale = keys.integer("embedding_length") // keys.integer("attention.head_count")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        # As llama.cpp has it: only the largest model scales by another number than the size of a head.
+        "query_pre_attn_scalar": scale if layers == GEMMA_27B_LAYERS else head_dim,
+    }
+
+
+def gemma4(keys: GgufKeys) -> Settings:
+    """Layers that see all positions have heads of their own, and turn the pairs of a head that `rope_freqs` does not stop."""
+    local = windows(keys)
+    types, layers = local.get("layer_types") or [], keys.integer("block_count")
+    seeing = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    wide, narrow = keys.integer("attention.key_length"), keys.integer("attention.key_length_swa")
+    for key, size in (("attention.value_length_swa", narrow), ("rope.dimension_count_swa", narrow)):
+        keys.only(key, size)
+    heads, widths = keys.by_layer("attention.head_count_kv", layers), keys.by_layer("feed_forward_length", layers)
+    shared = keys.integer("attention.shared_kv_layers", 0)
+    ends_local = [heads[i] for i, kind in enumerate(types) if kind == "sliding_attention"]
+    if not seeing or not ends_local:
+        raise keys.wrong("attention.sliding_window_pattern", types, "layers with a window, and layers without one")
+    found = {
+        "head_dim": narrow,
+        "global_head_dim": wide,
+        "num_key_value_heads": ends_local[0],
+        "num_global_key_value_heads": heads[seeing[0]],
+        "attention_k_eq_v": not keys.has("attn_v.weight", seeing[0]),
+    }
+    if heads != [found["num_global_key_value_heads" if i in seeing else "num_key_value_heads"] for i in range(layers)]:
+        raise keys.wrong("attention.head_count_kv", heads, "one number for layers with a window, and one for the others")
+    doubled = [widths[0] * (2 if i >= layers - shared else 1) for i in range(layers)]
+    if widths not in (doubled, widths[:1] * layers):
+        raise keys.wrong("feed_forward_length", widths, "one number, or twice as much in the layers that share keys and values")
+    turned = _turned(keys, wide)
+    full = {"rope_type": "proportional", "rope_theta": keys.number("rope.freq_base"), "partial_rotary_factor": turned}
+    experts = keys.integer("expert_count", 0)
+    of_layers = keys.integer("embedding_length_per_layer_input", 0)
+    return (
+        local
+        | found
+        | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "intermediate_size": widths[0],
+            "use_double_wide_mlp": bool(shared) and widths == doubled,
+            "num_kv_shared_layers": shared,
+            "hidden_size_per_layer_input": of_layers,
+            "vocab_size_per_layer_input": keys.shapes[EMBEDDING][0],
+            "final_logit_softcapping": keys.value("final_logit_softcapping"),
+            "rope_parameters": {
+                "full_attention": full,
+                "sliding_attention": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa")},
+            },
+            "enable_moe_block": bool(experts),
+            "num_experts": experts or None,
+            "top_k_experts": keys.integer("expert_used_count", 0) or None,
+            "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0) or None,
+        }
+    )
+
+
+def _turned(keys: GgufKeys, head_dim: int) -> float:
+    """The share of the pairs of a head that turn: divisors of their frequencies are 1, those of the others make them 0."""
+    divisors = keys.factors.pop(FREQUENCIES, np.ones(head_dim // 2, np.float32))
+    turned = int((divisors == 1).sum())
+    if len(divisors) != head_dim // 2 or (divisors[:turned] != 1).any() or (divisors[turned:] < STOPS).any() or not turned:
+        raise CheckpointError(
+            f"{keys.place}: {FREQUENCIES} are not ones and then numbers from {STOPS:g} on, {head_dim // 2} in all; supported: "
+            "pairs of a head that turn, and pairs that do not"
+        )
+    share = 2 * turned / head_dim
+    return share if int(head_dim * share / 2) == turned else math.nextafter(share, 2)
+
+
+def windows(keys: GgufKeys) -> Settings:
+    """The window, and the layers that have it: a list, or all but every so many-th; 0 and none are no window."""
+    size, layers = keys.integer("attention.sliding_window", 0), keys.integer("block_count")
+    found = keys.value("attention.sliding_window_pattern", WINDOWS_PERIOD)
+    if not size:
+        return {"sliding_window": None}
+    if layers > MAX_SIZES["num_hidden_layers"]:
+        # Before a list of as many is made.
+        raise keys.wrong("block_count", layers, f"at most {MAX_SIZES['num_hidden_layers']}")
+    if type(found) is int and found > 0:
+        local = [(layer + 1) % found != 0 for layer in range(layers)]
+    elif isinstance(found, np.ndarray) and found.dtype == np.bool_ and len(found) == layers:
+        local = [bool(each) for each in found]
+    else:
+        raise keys.wrong("attention.sliding_window_pattern", found, f"a positive integer or {layers} times true or false")
+    return {"sliding_window": size, "layer_types": ["sliding_attention" if each else "full_attention" for each in local]}
+
+
+def olmo3(keys: GgufKeys) -> Settings:
+    """Layers with a window have a rope of their own, which nothing stretches."""
+    base = keys.number("rope.freq_base", 10000.0)
+    bases = {"full_attention": base, "sliding_attention": keys.number("rope.freq_base_swa", base)}
+    return windows(keys) | {"rope_parameters": {kind: {"rope_theta": theta} for kind, theta in bases.items()}}
+
+
+def exaone4(keys: GgufKeys) -> Settings:
+    return {"layer_types": None} | windows(keys)
+
+
+def lfm2(keys: GgufKeys) -> Settings:
+    """A layer without heads of keys and values has a convolution."""
+    heads = keys.integers("attention.head_count_kv", 1 << 16)
+    attends = {each for each in heads if each}
+    if len(heads) != keys.integer("block_count") or len(attends) != 1:
+        raise keys.wrong("attention.head_count_kv", heads, "a number for each layer, 0 or the same")
+    return {
+        "num_key_value_heads": attends.pop(),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "conv_L_cache": keys.integer("shortconv.l_cache"),
+        "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def gpt_oss(keys: GgufKeys) -> Settings:
+    """Every other layer has the window, from the first on."""
+    if (stretched := keys.value("rope.scaling.type")) != "yarn":
+        raise keys.wrong("rope.scaling.type", stretched, "yarn")
+    return mixtral(keys) | {
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+    }
+
+
+def rope_sections(keys: GgufKeys) -> list[int]:
+    """Pairs of a head that are rotated by time, by height and by width; a fourth kind is of no model here."""
+    found = keys.integers("rope.dimension_sections", 1 << 16)
+    if len(found) not in (3, 4) or any(found[3:]):
+        raise keys.wrong("rope.dimension_sections", found, "three integers, and 0")
+    return found[:3]
+
+
+def qwen2_vl(keys: GgufKeys) -> Settings:
+    """Without its tower: in a text the three positions are the same."""
+    rope_sections(keys)
+    return no_windows(keys)
+
+
+def qwen3_vl(keys: GgufKeys) -> Settings:
+    keys.integer("n_deepstack_layers", 0)
+    return qwen2_vl(keys)
+
+
+def glm4(keys: GgufKeys) -> Settings:
+    return {"attention_bias": keys.has("attn_q.bias")}
+
+
+def ernie4_5(keys: GgufKeys) -> Settings:
+    return {"use_bias": keys.has("attn_q.bias")}
+
+
+def granite(keys: GgufKeys) -> Settings:
+    """llama.cpp takes 0 for an absent multiplier, and calls a network without a rope one that was not fine-tuned."""
+    keys.only("rope.scaling.finetuned", True)
+    head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // keys.integer("attention.head_count"))
+    return {
+        "attention_multiplier": keys.number("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": keys.number("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": keys.number("residual_scale", 0.0) or 1.0,
+        "logits_scaling": keys.number("logit_scale"),
+    }
+
+
+def command_r(keys: GgufKeys) -> Settings:
+    return {"logit_scale": keys.number("logit_scale")}
+
+
+def cohere2(keys: GgufKeys) -> Settings:
+    return command_r(keys) | windows(keys)
+
+
+def stablelm(keys: GgufKeys) -> Settings:
+    """As llama.cpp has it, blocks are parallel where MLPs have no norm of their own, whatever the key says."""
+    keys.value("use_parallel_residual")
+    return {"use_qkv_bias": keys.has("attn_q.bias"), "use_parallel_residual": not keys.has("ffn_norm.weight")}
+
+
+def starcoder2(keys: GgufKeys) -> Settings:
+    window = keys.integer("attention.sliding_window", STARCODER2_WINDOW)
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": keys.has("attn_q.bias"), "sliding_window": window or None}
+
+
+def gpt2(keys: GgufKeys) -> Settings:
+    """llama.cpp's converter turns matrices."""
+    return {name: keys.integer(key) for name, key in GPT2_SIZES.items()} | {"fan_in_fan_out": False}
+
+
+def starcoder(keys: GgufKeys) -> Settings:
+    keys.only("attention.head_count_kv", 1)
+    return {name: keys.integer(key) for name, key in GPT2_SIZES.items()} | {"multi_query": True}
+
+
+def gptneox(keys: GgufKeys) -> Settings:
+    """llama.cpp stores no activation: published models have this one.  Its converter parts queries, keys and values."""
+    return {
+        "hidden_act": "gelu",
+        "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
+        "use_parallel_residual": keys.value("use_parallel_residual", True),
+        "qkv_by_heads": False,
+    }
