@@ -105,6 +105,7 @@ class Method:
     keeps_integers  weights that the source has in integers are stored as they are, head and embedding too; layers that other
                  methods store as one lie apart where their codecs differ
     keeps_channels  inputs and outputs of the layers are those of the checkpoint, but for what a layer does to them itself
+    table_bits   of an embedding that was the head too, and no longer is; None: it is stored as it is
     passes       with `calibrates`: how often, about, the calibration text goes through a layer while it is prepared
     effort       how many times the work of plain rounding, about, a weight takes apart from that; both are for progress only
     """
@@ -116,7 +117,8 @@ class Method:
     studies: bool = False
     pools: ClassVar[bool] = True
     keeps_integers: ClassVar[bool] = False
-    keeps_channels: ClassVar[bool] = False
+    keeps_channels: bool = False
+    table_bits: int | None = None
     passes: ClassVar[int] = 2
     effort: ClassVar[int] = 1
 

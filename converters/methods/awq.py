@@ -21,6 +21,7 @@ from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.staged import Staged, sites, staged
 from edgeq.converters.families import NORMS, ScaleMapping, linear_module
 from edgeq.converters.method import Block, Method
+from edgeq.converters.methods.folded_rotation import FoldedRotation
 from edgeq.converters.rounding.linears import Delivery
 from edgeq.converters.rounding.presets import MIN_MAX, Preset
 from edgeq.converters.rounding.quantizer import fake, uniform_spans
@@ -44,10 +45,10 @@ class ScaledChannels(Method):
     def dtype(self, part: str, stored: str) -> str:
         """Gains, biases and floats that a scale may have changed are stored exactly."""
         scaled = {name for each in self.family.mappings for name in (each.absorber, *each.followers)}
-        return "f32" if part.removesuffix("_bias") in scaled or part.endswith(".bias") else stored
+        return "f32" if part.removesuffix("_bias") in scaled or part.endswith(".bias") else super().dtype(part, stored)
 
 
-class Awq(ScaledChannels):
+class Awq(ScaledChannels, FoldedRotation):
     """Scales and clipping; the layer so prepared is rounded to nearest."""
 
     name = "awq"
@@ -56,7 +57,7 @@ class Awq(ScaledChannels):
 
     def memory_bytes(self, tokens: int) -> int:
         """The moments of the widest inputs; what a search has of some rows."""
-        return 4 * self.widest * (self.widest + 8 * SEARCH_ROWS)
+        return super().memory_bytes(tokens) + 4 * self.widest * (self.widest + 8 * SEARCH_ROWS)
 
     def prepare(self, block: Block) -> dict[str, Delivery]:
         mappings = self.family.awq_mappings(block.index)

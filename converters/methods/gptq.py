@@ -14,8 +14,9 @@ import torch
 
 from edgeq.converters.calibration.staged import Staged, staged
 from edgeq.converters.families import linear_module
-from edgeq.converters.method import Block, Method
+from edgeq.converters.method import Block
 from edgeq.converters.methods.awq import ScaledChannels, apply_scale, search_scale
+from edgeq.converters.methods.folded_rotation import FoldedRotation
 from edgeq.converters.methods.static_scales import static_scales
 from edgeq.converters.methods.tuning import tuned_layer
 from edgeq.converters.rounding.columns import DAMPINGS, SLAB_ELEMENTS, factorize, quantize_matrix
@@ -27,7 +28,7 @@ BeforeLinear = Callable[[Staged, Sequence[str]], None]
 """Called before linear layers, modules with the same inputs, are quantized; may change the layer but not its function."""
 
 
-class Gptq(Method):
+class Gptq(FoldedRotation):
     """Group-wise GPTQ over ranges searched by what rounding costs."""
 
     name = "gptq"
@@ -42,7 +43,7 @@ class Gptq(Method):
         return MIN_MAX_ZERO_WEIGHED
 
     def memory_bytes(self, tokens: int) -> int:
-        return moments_bytes(self.widest)
+        return super().memory_bytes(tokens) + moments_bytes(self.widest)
 
     def scale(self, block: Block) -> None:
         """Change the layer before it is quantized; its function stays the same."""

@@ -29,14 +29,15 @@ from torch import Tensor, nn
 from edgeq.converters.checkpoint.slabs import SLAB_BYTES, Tensors
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.method import Block, Method, Study
+from edgeq.converters.methods.folded_rotation import SIGNS_SEED
 from edgeq.converters.methods.gptq import gptq_layer, moments_bytes
-from edgeq.converters.methods.quarot import SIGNS_SEED, QuaRot
-from edgeq.converters.methods.rotated import before, generator, stored_transform
+from edgeq.converters.methods.quarot import QuaRot
+from edgeq.converters.methods.rotated import before, stored_transform
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.changed import Padded
 from edgeq.converters.rotation.fuse import LayerRotation, Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, best_size, hadamard
-from edgeq.converters.rotation.orthogonal import signs
+from edgeq.converters.rotation.orthogonal import generator, signs
 from edgeq.converters.rotation.tower import (
     LAST,
     RotatedTower,

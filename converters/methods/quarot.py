@@ -16,17 +16,15 @@ from torch import Tensor
 
 from edgeq.converters.families import Family
 from edgeq.converters.method import Study
-from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.methods.folded_rotation import SIGNS_SEED, signed_hadamard
+from edgeq.converters.methods.rotated import Rotated, stored_transform
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation
 from edgeq.converters.rotation.hadamard import Hadamard, hadamard
-from edgeq.converters.rotation.orthogonal import signs
 from edgeq.converters.rounding.linears import Recipe
 from edgeq.format.codec import Codec
 from edgeq.format.records import Activation
 from edgeq.network.config import ModelConfig
-
-SIGNS_SEED = 0
 
 
 class QuaRot(Rotated):
@@ -64,9 +62,7 @@ class QuaRot(Rotated):
         return hadamard(x.shape[-1], bool(self.options.split_row))(x)
 
     def residual(self, study: Study) -> Rotation:
-        size = self.config.hidden_size
-        sign, full = signs(size, generator(SIGNS_SEED)), hadamard(size)
-        return lambda x: full(x * sign)
+        return signed_hadamard(self.config.hidden_size)
 
     def values(self, layer: int, study: Study) -> list[Rotation]:
         return [self._head] * self.config.num_key_value_heads

@@ -30,11 +30,11 @@ from edgeq.converters.calibration.forward import BlockForward, TokenForward
 from edgeq.converters.calibration.torch_decoder import Angles, rotated
 from edgeq.converters.families import LINEARS, NORMS, Family
 from edgeq.converters.method import Study
-from edgeq.converters.methods.rotated import Rotated, generator, stored_transform
+from edgeq.converters.methods.rotated import Rotated, stored_transform
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rotation.fuse import Rotation, dense
 from edgeq.converters.rotation.hadamard import hadamard
-from edgeq.converters.rotation.orthogonal import principal_axes, split_rotation
+from edgeq.converters.rotation.orthogonal import generator, principal_axes, split_rotation
 from edgeq.converters.rounding.linears import Recipe
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.codec import CHUNK, Codec

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from edgeq.converters.checkpoint.slabs import SLAB_BYTES, Tensors
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import LINEARS, Family
 from edgeq.converters.method import Block, Method, Study
+from edgeq.converters.methods.folded_rotation import rotating_bytes, unrotatable
 from edgeq.converters.methods.gptq import gptq_layer, moments_bytes
 from edgeq.converters.methods.static_scales import observed
 from edgeq.converters.planning.options import ConvertOptions
@@ -35,11 +35,6 @@ from edgeq.format.manifest import FLOAT_PARTS, rotation_shapes
 from edgeq.network.config import ModelConfig
 
 
-def generator(seed: int) -> torch.Generator:
-    """Fixed random numbers, the same in every conversion."""
-    return torch.Generator().manual_seed(seed)
-
-
 class Rotated(Method):
     """Base of the rotated methods: weights symmetric, a scale per row and block, ranges by QuaRot's search."""
 
@@ -49,7 +44,10 @@ class Rotated(Method):
 
     def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
         super().__init__(options, family, config)
-        _refuse(self.name, config)
+        if reason := unrotatable(family, config):
+            raise UnsupportedError(
+                f"{self.name} cannot rotate a {config.model_type}: it has {reason}; choose gptq, awq, ttq or rtn"
+            )
         self.calibrates = self.propagates = self.gptq
         # A size without a transform is refused here, not after the first layer.
         for size in self.transformed_sizes():
@@ -112,10 +110,8 @@ class Rotated(Method):
         return rotation_shapes(self.config, layer) if self.rotates_keys else {}
 
     def memory_bytes(self, tokens: int) -> int:
-        """One matrix and the rows of a slab, each in float64 too; what GPTQ needs."""
-        hidden = self.config.hidden_size
-        rotating = 24 * hidden * self.widest + 24 * hidden**2 + 8 * SLAB_BYTES
-        return rotating + (moments_bytes(self.widest) if self.gptq else 0)
+        """What rotating and GPTQ need."""
+        return rotating_bytes(self.config.hidden_size, self.widest) + (moments_bytes(self.widest) if self.gptq else 0)
 
     def tensors(self, source: Tensors, study: Study) -> Tensors:
         residual, before_o = self.residual(study), self.before_o()
@@ -156,18 +152,3 @@ def stored_transform(transform: Hadamard, stride: int = 1) -> tuple[int, int, ND
 
 def before(online: Rotation) -> Callable[..., tuple[Any, ...]]:
     return lambda module, args: (online(args[0]), *args[1:])
-
-
-def _refuse(method: str, config: ModelConfig) -> None:
-    """UnsupportedError: the network has something between its linear layers that a rotation cannot pass, or no place here."""
-    reason = None
-    if config.post_norms:
-        reason = "norms after attention and MLP, whose gains stand between the last linear layer and the residual stream"
-    elif config.attention_sinks or config.swiglu_limit is not None:
-        reason = "attention sinks or experts with biases and a clamped SwiGLU"
-    elif config.layer_norm:
-        reason = "LayerNorm with a bias"
-    elif config.parallel:
-        reason = "an MLP that reads the norm of attention"
-    if reason:
-        raise UnsupportedError(f"{method} cannot rotate a {config.model_type}: it has {reason}; choose gptq, awq, ttq or rtn")

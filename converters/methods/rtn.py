@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgeq.converters.families import Family
-from edgeq.converters.method import Block, Method
+from edgeq.converters.method import Block
+from edgeq.converters.methods.folded_rotation import FoldedRotation
 from edgeq.converters.methods.static_scales import observed
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.rounding.linears import Delivery, Recipe
@@ -13,8 +14,8 @@ from edgeq.format.codec import Codec
 from edgeq.network.stack import Stack
 
 
-class RoundToNearest(Method):
-    """A `Method` as its base class is, and the constant scales of activations."""
+class RoundToNearest(FoldedRotation):
+    """A `Method` as its base classes are, and the constant scales of activations."""
 
     name = "rtn"
     keeps_channels = True

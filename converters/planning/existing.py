@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import EdgeqError, InputError
@@ -41,7 +43,10 @@ def already_there(plan: ConversionPlan, output: Path) -> ModelFile | None:
 
 def _difference(plan: ConversionPlan, file: ModelFile) -> str | None:
     planned = plan.metadata()
-    wanted, found = _flat(planned.provenance, plan), _flat(file.metadata.provenance, plan)
+    both = [json.loads(json.dumps(provenance)) for provenance in (planned.provenance, file.metadata.provenance)]
+    # An option that only one of them has is named before what follows from it.
+    options = [name for each in both if isinstance(each.get("options"), dict) for name in each["options"]]
+    wanted, found = (_flat(each, [x for x in options if getattr(plan.options, x, None) or x not in CHOSEN]) for each in both)
     for key in [*wanted, *found]:
         if wanted.get(key) != found.get(key):
             if key == "code" and wanted["edgeq"] == found.get("edgeq"):
@@ -59,12 +64,12 @@ def _difference(plan: ConversionPlan, file: ModelFile) -> str | None:
     return None
 
 
-def _flat(provenance: dict[str, object], plan: ConversionPlan) -> dict[str, object]:
-    """Provenance without what is measured, one level deep."""
+def _flat(provenance: dict[str, Any], options: Sequence[str]) -> dict[str, object]:
+    """Provenance without what is measured, one level deep, with these options, given or not."""
     flat: dict[str, object] = {}
-    for key, value in json.loads(json.dumps(provenance)).items():
+    for key, value in provenance.items():
         if key == "options" and isinstance(value, dict):
-            flat.update({name: x for name, x in value.items() if getattr(plan.options, name, None) or name not in CHOSEN})
+            flat.update({name: value.get(name) for name in options})
         elif key not in MEASURED:
             flat[key] = FORMER.get(str(value), value) if key == "quantizer" else value
     return flat

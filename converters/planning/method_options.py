@@ -24,7 +24,7 @@ _ROUNDED: dict[str, Any] = {
     "vision_activation_bits": None,
     "calibration": None,
 }
-_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "table": None, "trellis": None, "scale_bits": None}
+_GRIDS: dict[str, Any] = {**_ROUNDED, "half": None, "table": None, "trellis": None, "scale_bits": None, "rotate": None}
 _ALLOCATED: dict[str, Any] = {"budget": None, "allocation": None}
 _SMOOTHED = {**_ROUNDED, "bits": 8, "activation_bits": 8, "group_size": 0, "symmetric": True, "alpha": 0.5}
 _ROTATED: dict[str, Any] = {
@@ -63,7 +63,7 @@ DEFAULTS: dict[str, Mapping[str, Any]] = {
 """Method -> every option that it has a use for -> its value when not given; an option that is not there is refused.
 
 Keys are fields of ConvertOptions.  None: `head` and `activation_bits` measured, `calibration` none or the built-in text,
-`kv_bits` 16, no `budget`, no `allocation`, no `half`, no `table`, no `trellis`; `scale_bits` 16.
+`kv_bits` 16, no `budget`, no `allocation`, no `half`, no `table`, no `trellis`, no `rotate`; `scale_bits` 16.
 """
 WIDTHS = {"ttq": range(2, 6)}
 """Bits of weights that a method can store, where it is not all of them."""

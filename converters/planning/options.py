@@ -81,7 +81,7 @@ class ConvertOptions:
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
     split_row         rotated methods: the first column behind online transforms apart, unrounded
-    rotate            MQuant: change the basis at all
+    rotate            round the weights of a rotated model, which gives the same; MQuant: change the basis at all
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
     activations       a scale for every block of channels of a token, for every token, or constant ones that were measured: one

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, cast
 
 from edgeq.converters.budget.budget import MAX_TOKENS
 from edgeq.converters.budget.menu import Menu
+from edgeq.converters.budget.part_names import TABLE
 from edgeq.converters.budget.parts import AllocationPart, parts_of
 from edgeq.converters.budget.prediction import AllocationPrediction
 from edgeq.converters.calibration.compute import BATCH_ROWS, LOGIT_BYTES, MEASURED_ROWS, Compute, measurement_bytes
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
-from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
+from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES, Tensors
 from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.converters.method import Method
 from edgeq.converters.planning.code_digest import quantizing_code
@@ -110,6 +111,11 @@ class ConversionPlan:
             return Menu()
         # Scales of four bits are not learned.
         return Menu(budget.half_grids, budget.trellises and not self.options.tune, fast=budget.unit == "seconds")
+
+    @property
+    def model(self) -> Tensors:
+        """The unquantized model that is rounded: the checkpoint, changed as a method without a study changes it."""
+        return self.method.tensors(self.checkpoint, {})
 
     def codecs(self) -> dict[str, Codec]:
         """The codec of every weight of a decoder layer, by tensor; of one with two blocks that of the first."""
@@ -297,6 +303,13 @@ class ConversionPlan:
         """
         device = [self.compute.note] if self.compute.note else []
         again = [*self.checkpoint.source.notes]
+        if self.method.config.tie_word_embeddings and not self.method.stored_config.tie_word_embeddings:
+            contents = self.contents
+            table = contents.linears.get(TABLE) or contents.arrays[TABLE]
+            again.append(
+                f"the gain of the last norm goes into the head, which was the embedding too: the file has both, and "
+                f"{table.nbytes / 1e6:,.1f} MB for the embedding; no more is read for a token"
+            )
         if self.method.family.description.text_alone:
             again.append(f"{self.checkpoint.name}: the text model alone is converted; its vision tower is left out")
         if self.checkpoint.source.quantized and self.method.options.bits is not None:

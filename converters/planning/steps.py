@@ -78,10 +78,11 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
 
 def _embedding(stack: StackItems, method: Method) -> Item:
     """An embedding that is not the head: a part of its own where parts get their codecs one by one, in the bits of a head where
-    there is none, else as it is."""
+    there is none, in those that the method gives one that was the head too, else as it is."""
     options, config = method.options, method.config
     pools = config.pooling is not None and options.bits is not None
-    if pools and (rounded := head_codec(options.head or 8, config.hidden_size)):
+    bits = (options.head or 8) if pools else method.table_bits
+    if options.budget is None and options.allocation is None and bits and (rounded := head_codec(bits, config.hidden_size)):
         return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(rounded))
     if method.keeps_integers and (kept := stack.codec(EMBEDDING)).integer:
         return LinearItem(TABLE, ((EMBEDDING, config.vocab_size),), config.hidden_size, Recipe(kept))

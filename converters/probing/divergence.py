@@ -56,7 +56,7 @@ def divergences(
 def divergences_through(plan: ConversionPlan, exact: Tensor, ends: Sequence[tuple[Tensor, Rounded]]) -> list[float]:
     """Divergences from `exact`, the outputs of the last layer [rows, length, hidden], of others, each with what becomes of the
     head."""
-    config, tensors = plan.method.config, plan.checkpoint
+    config, tensors = plan.method.stored_config, plan.model
     norm = last_norm(config, tensors)
     variants = [HeadVariant(norm(end).flatten(0, 1), rounded) for end, rounded in ends]
     inputs = plan.compute.put(norm(exact).flatten(0, 1))

@@ -16,6 +16,7 @@ from edgeq.converters.calibration.compute import BATCH_ROWS, Compute, measuremen
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.moments import MOMENT_BYTES
 from edgeq.converters.checkpoint.slabs import BASELINE, SLAB_BYTES
+from edgeq.converters.methods.folded_rotation import rotating_bytes
 from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.estimate import grid
@@ -126,6 +127,7 @@ def probe_bytes(plan: ConversionPlan) -> int:
     codecs = max(len(grid(part)) for part in parts)
     states = 4 * tokens * config.hidden_size * (3 + 2 * codecs * max(of_a_layer, 1))
     _, logits = measurement_bytes(config, tokens)
+    rotating = rotating_bytes(config.hidden_size, plan.method.widest) if plan.options.rotate else 0
     first, working = [part for part in parts if part.layer == 0], list[int]()
     for place, part in enumerate(first):
         # Moments of this part and those after it; its factor; its weights as they were, rounded before, and rounded now: of one
@@ -135,4 +137,4 @@ def probe_bytes(plan: ConversionPlan) -> int:
         working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
     layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
     head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
-    return BASELINE + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)
+    return BASELINE + rotating + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)

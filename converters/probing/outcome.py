@@ -24,8 +24,9 @@ def divergence_of_file(
     on_share is called with the share of the layers' work that is done
     """
     config = plan.method.config
-    tensors: Tensors = ChangedTable(plan.checkpoint, config.vocab_size, table)
-    exact = BlockForward(plan.checkpoint, plan.method.family, config, rows, compute=plan.compute)
+    model = plan.model
+    tensors: Tensors = ChangedTable(model, config.vocab_size, table)
+    exact = BlockForward(plan.checkpoint, plan.method.family, config, rows, model, plan.compute)
     changed = BlockForward(plan.checkpoint, plan.method.family, config, rows, tensors, plan.compute)
     for index in range(config.num_hidden_layers):
         on_share(index / config.num_hidden_layers)

@@ -28,6 +28,7 @@ from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import ChangedTable, Rounded, gptq_rounding, last_norm, unchanged
 from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
 from edgeq.converters.calibration.staged import staged
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.divergence import divergences_through
 from edgeq.converters.probing.record import Divergences
@@ -89,9 +90,9 @@ class Probe:
                 yield self._table(part, exact, self._head_rounding(forward.states) if part.name == HEAD else quantize)
         self.on_progress(1, 1, "probe")
 
-    def _forward(self, rows: Tensor) -> BlockForward:
+    def _forward(self, rows: Tensor, tensors: Tensors | None = None) -> BlockForward:
         plan = self.plan
-        return BlockForward(plan.checkpoint, plan.method.family, plan.method.config, rows, compute=plan.compute)
+        return BlockForward(plan.checkpoint, plan.method.family, plan.method.config, rows, tensors or plan.model, plan.compute)
 
     def _through(self, forward: BlockForward, first: int, states: list[Tensor]) -> list[Tensor]:
         """`states` [rows, length, hidden], inputs of layer `first`, after the last layer, in the same list."""
@@ -153,7 +154,7 @@ class Probe:
         if not self.plan.method.rounds_head:
             return quantize
         config = self.plan.method.stored_config
-        norm = last_norm(config, self.plan.checkpoint)
+        norm = last_norm(config, self.plan.model)
         return gptq_rounding(states, norm, self.plan.compute, tied=config.tie_word_embeddings)
 
     def _table(self, part: AllocationPart, exact: Tensor, round_rows: RoundRows) -> Divergences:
@@ -163,14 +164,8 @@ class Probe:
             rounded = partial(_rounded, codec=codec, round_rows=round_rows)
             end = exact
             if part.name == TABLE or self.plan.method.stored_config.tie_word_embeddings:
-                changed = BlockForward(
-                    self.plan.checkpoint,
-                    self.plan.method.family,
-                    self.plan.method.config,
-                    self.rows,
-                    ChangedTable(self.plan.checkpoint, self.plan.method.config.vocab_size, rounded),
-                    self.plan.compute,
-                )
+                table = ChangedTable(self.plan.model, self.plan.method.config.vocab_size, rounded)
+                changed = self._forward(self.rows, table)
                 end = self._through(changed, 0, [changed.hidden])[0]
             head = rounded if part.name == HEAD else unchanged
             measured |= self._measured([(part.name, codec.name)], exact, [end], head)[part.name]

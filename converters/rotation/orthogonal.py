@@ -9,6 +9,11 @@ RIDGE = 0.01
 """Added to a moment matrix before its eigenvectors are taken, as a share of the mean of its diagonal (ResQ)."""
 
 
+def generator(seed: int) -> torch.Generator:
+    """Fixed random numbers, the same in every conversion."""
+    return torch.Generator().manual_seed(seed)
+
+
 def haar(size: int, generator: torch.Generator) -> Tensor:
     """A random orthogonal float64 [size, size], uniform over the group: Q of a Gaussian matrix with R's diagonal made positive
     (Mezzadri 2007)."""

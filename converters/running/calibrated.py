@@ -120,7 +120,7 @@ class CalibratedRun(ConversionRun):
                     self.write(index, step, tensors.rows, self.deliver(step, tensors.rows, {}))
                 continue
             if exact is None and step.layer is not None and method.options.tune:
-                exact = self._exact()
+                exact = self._exact(tensors)
             self.stages.at(index, label=f"reading {step.label} again" if finished else None)
             block = forward.load(step.block, self._stored() if finished and method.propagates else None)
             method.install(step.block, block)
@@ -136,9 +136,9 @@ class CalibratedRun(ConversionRun):
         assert decoder is not None
         return decoder
 
-    def _exact(self) -> BlockForward:
+    def _exact(self, tensors: Tensors) -> BlockForward:
         """The unquantized decoder, which tuned layers are held to."""
-        found = self._forward(self.plan.checkpoint)
+        found = self._forward(tensors)
         assert isinstance(found, BlockForward)
         return found
 

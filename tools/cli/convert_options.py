@@ -179,7 +179,13 @@ CONVERT_OPTIONS = decorated(
         help="quarot, mquant: keep the column that holds the means of a down projection's weights apart in 16 bits.  "
         "[default: no; mquant: yes]",
     ),
-    single("--rotate/--no-rotate", "rotate", default=None, help="mquant: rotate the model at all.  [default: yes]"),
+    single(
+        "--rotate/--no-rotate",
+        "rotate",
+        default=None,
+        help="rtn, gptq, awq, awq+gptq: round the weights of a rotated model, which spreads outliers; where the head was the "
+        "embedding too, the file has both.  mquant: rotate at all.  [default: no; mquant: yes]",
+    ),
     single("--rank", type=int, metavar="N", help="ttq: rank of the 16-bit correction; 0: none.  [default: 16]"),
     single(
         "--master", type=OneOf(*MASTERS), help="ttq: type of the master weights that the device rounds from.  [default: i8]"
