@@ -21,6 +21,8 @@ from edgeq.format.codec import Codec
 POINTS = 10
 SECOND_LOOK = 0.25
 """Share of the parts of which one codec more is measured."""
+NEIGHBOURS = (0.8, 0.9, 1.0, 1.1, 1.25)
+"""Shares of the bytes of an allocation at which others are shown beside it."""
 READ: Unit = "read"
 SECONDS: Unit = "seconds"
 
@@ -140,6 +142,22 @@ class Frontier:
         low, high = (fixed + sum(float(f(cost)) for cost in costs) for f in (np.min, np.max))
         limits = np.geomspace(low, high, count + 1)[:-1]
         return [self.best(Budget(READ, float(limit) * (1 + 1e-9))) for limit in limits]
+
+    def neighbours(self, chosen: FrontierPoint, unit: Unit) -> list[FrontierPoint]:
+        """The best allocations in NEIGHBOURS times the bytes of `chosen`, which is among them, by rising bytes.
+
+        unit   "size" or "read": which bytes
+        Left out is what would take fewer than the smallest allocation does, or gives no other one.
+        """
+        amount, found = chosen.size if unit == "size" else chosen.read, list[FrontierPoint]()
+        for share in NEIGHBOURS:
+            try:
+                point = chosen if share == 1 else self.best(Budget(unit, share * amount))
+            except InputError:
+                continue
+            if point is chosen or point.codecs not in (chosen.codecs, *(other.codecs for other in found)):
+                found.append(point)
+        return found
 
     def second_look(self) -> dict[str, Codec]:
         """What is worth measuring besides the grid: of the parts that lose most, the codec most often chosen on the frontier.

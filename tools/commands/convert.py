@@ -29,7 +29,7 @@ from edgeq.tools.hub.fetch import checkpoint_source
 from edgeq.tools.hub.names import is_hub_name
 from edgeq.tools.measure.report import overall_bits
 from edgeq.tools.quality.chart import chart
-from edgeq.tools.quality.frontier import HERE, devices_shown, marks, rows, show
+from edgeq.tools.quality.frontier import HERE, beside, devices_shown, marks, rows, show, show_beside
 
 if TYPE_CHECKING:
     from edgeq.converters.convert import ConversionResult
@@ -77,13 +77,15 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     try:
         with progress() as bar:
             plan = preflight(source, settings, bar.in_bytes)
-        frontier: list[dict[str, Any]] = []
+        allocations: dict[str, list[dict[str, Any]]] = {}
         if settings.budget is not None:
             with nullcontext() if here is None else decode_here(plan, output) as decode:
-                plan, frontier = allocated(plan, HERE if decode else profile, plot, save, decode)
+                plan, allocations = allocated(plan, HERE if decode else profile, plot, save, decode)
             if output is not None or not as_json:
-                show(frontier, sys.stdout if output is None else sys.stderr)
-        facts = prospect(plan, profile) | ({"frontier": frontier} if frontier else {})
+                stream = sys.stdout if output is None else sys.stderr
+                show(allocations["frontier"], stream)
+                show_beside(allocations["neighbours"], stream)
+        facts = prospect(plan, profile) | allocations
         if output is None:
             for line in [json.dumps(facts, indent=1)] if as_json else [*lines(facts), *facts["notes"]]:
                 write(f"{line}\n")
@@ -118,8 +120,9 @@ def carried_out(plan: ConversionPlan, output: Path, facts: dict[str, Any]) -> Co
 
 def allocated(
     plan: ConversionPlan, profile: DeviceSpec | None, plot: Path | None, save: Path | None, here: DecodeHere | None
-) -> tuple[ConversionPlan, list[dict[str, Any]]]:
-    """The plan with the codecs that its budget allows, and the frontier; a chart and the codecs go to the files named."""
+) -> tuple[ConversionPlan, dict[str, list[dict[str, Any]]]]:
+    """The plan with the codecs that its budget allows, the frontier, and the neighbours of what was chosen; a chart and the
+    codecs go to the files named."""
     from edgeq.converters.probing.allocate import allocate
 
     with progress() as bar:
@@ -130,7 +133,9 @@ def allocated(
     if plot:
         title = f"{plan.checkpoint.name}: bits where they matter"
         write_text(plot, chart({title: marks(frontier)}, "predicted KL divergence, nats"))
-    return found.plan, frontier
+    budget = plan.options.budget
+    neighbours = found.frontier.neighbours(found.point, "size" if budget and budget.unit == "size" else "read")
+    return found.plan, {"frontier": frontier, "neighbours": beside(neighbours, found.point)}
 
 
 def outcome(file: ModelFile) -> list[str]:

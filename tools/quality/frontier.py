@@ -1,4 +1,5 @@
-"""What can be had of a model, as a table: ten allocations with their sizes, their predicted divergence and their speed."""
+"""What can be had of a model, as tables: ten allocations with their sizes, their predicted divergence and their speed, and what
+a few more bytes or a few less than those of the chosen one would give."""
 
 from __future__ import annotations
 
@@ -42,6 +43,28 @@ def rows(points: Sequence[FrontierPoint], chosen: FrontierPoint, devices: Sequen
     ]
 
 
+def beside(points: Sequence[FrontierPoint], chosen: FrontierPoint) -> list[dict[str, Any]]:
+    """The points as plain values, with their bytes, their divergence and their speed in those of the chosen allocation.
+
+    Speeds are as their seconds on this machine where those are known, else as the bytes that a token reads.
+    """
+    return [
+        {
+            "chosen": point is chosen,
+            "bits_per_weight": point.bits,
+            "file_bytes": point.size,
+            "bytes_per_token": point.read,
+            "kl_predicted": point.kl,
+            "relative_file_bytes": point.size / chosen.size,
+            "relative_bytes_per_token": point.read / chosen.read,
+            # Of a model of few weights nothing may be lost.
+            "relative_kl": point.kl / chosen.kl if chosen.kl else None,
+            "relative_speed": chosen.seconds / point.seconds if chosen.seconds and point.seconds else chosen.read / point.read,
+        }
+        for point in points
+    ]
+
+
 def marks(rows: Sequence[dict[str, Any]]) -> list[Mark]:
     """The rows as points of a chart; the chosen allocation is a series of its own."""
     return [
@@ -59,22 +82,35 @@ def marks(rows: Sequence[dict[str, Any]]) -> list[Mark]:
 
 def show(rows: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
     """Print the table; None: to standard error."""
-    # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
     names = [*rows[0]["tokens_per_second"]]
+    # Two lines, so that four devices fit 100 columns.
+    speeds = [[f"{row['tokens_per_second'][name]:,.1f}" for name in names] for row in rows]
+    _print(rows, [f"{name}\ntok/s" for name in names], speeds, stream)
+
+
+def show_beside(rows: Sequence[dict[str, Any]], stream: TextIO | None = None) -> None:
+    """Print what a few more bytes, or a few less, would give; None: to standard error."""
+    names = ("times\nfile", "times\nMB/token", "times\nKL", "times\ntok/s")
+    keys = ("relative_file_bytes", "relative_bytes_per_token", "relative_kl", "relative_speed")
+    _print(rows, names, [["" if row[key] is None else f"{row[key]:.2f}" for key in keys] for row in rows], stream)
+
+
+def _print(rows: Sequence[dict[str, Any]], names: Sequence[str], more: Sequence[Sequence[str]], stream: TextIO | None) -> None:
+    """A table of allocations; `more`: of each row what stands in the columns `names` after its sizes."""
+    # A narrow terminal would break names apart: lines that are too long go on in the next one instead.
     console = Console(
         file=stream or sys.stderr, highlight=False, soft_wrap=True, width=max(60 + 24 * len(names), Console().width)
     )
     table = Table(box=None, pad_edge=False)
-    # Two lines, so that four devices fit 100 columns.
-    for name in ("", "bits per\nweight", "file\nMB", "MB per\ntoken", "predicted\nKL", *(f"{name}\ntok/s" for name in names)):
+    for name in ("", "bits per\nweight", "file\nMB", "MB per\ntoken", "predicted\nKL", *names):
         table.add_column(name, justify="right")
-    for row in rows:
+    for row, last in zip(rows, more, strict=True):
         table.add_row(
             ">" if row["chosen"] else "",
             f"{row['bits_per_weight']:.2f}",
             f"{row['file_bytes'] / 1e6:,.2f}",
             f"{row['bytes_per_token'] / 1e6:,.2f}",
             f"{row['kl_predicted']:.2g}",
-            *(f"{row['tokens_per_second'][name]:,.1f}" for name in names),
+            *last,
         )
     console.print(table)

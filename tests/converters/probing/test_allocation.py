@@ -29,7 +29,7 @@ from edgeq.converters.probing import allocate as allocation
 from edgeq.converters.probing.allocate import allocate, measured_frontier, with_allocation
 from edgeq.converters.probing.decode_times import MEASURED, DecodeTimes
 from edgeq.converters.probing.estimate import estimated, grid
-from edgeq.converters.probing.frontier import Frontier
+from edgeq.converters.probing.frontier import NEIGHBOURS, Frontier
 from edgeq.converters.probing.measurements import probe_rows
 from edgeq.converters.probing.probe import Probe
 from edgeq.converters.probing.record import Divergences, Record
@@ -465,6 +465,10 @@ def test_the_command_chooses_by_the_seconds_of_this_machine(
 
     facts = dry_run(speed=4000.0, save_plan=saved, plot=plot)
     (chosen,) = [row for row in facts["frontier"] if row["chosen"]]
+    (same,) = [row for row in facts["neighbours"] if row["chosen"]]
+    assert (
+        same.items() >= {key: chosen[key] for key in ("bytes_per_token", "kl_predicted")}.items() and same["relative_kl"] == 1
+    )
     assert {name for row in facts["frontier"] for name in row["tokens_per_second"]} == {"this-machine"}
     assert 4000 <= chosen["tokens_per_second"]["this-machine"] < 4000 / 0.97 and times_asked == ["a8"]
     assert plot.read_text(encoding="utf-8").startswith("<svg")
@@ -476,6 +480,26 @@ def test_the_command_chooses_by_the_seconds_of_this_machine(
     (row,) = [row for row in board["frontier"] if row["chosen"]]
     assert [*row["tokens_per_second"]] == ["raspberry-pi-5"] and len(times_asked) == 1
     assert 0.97 * chosen["bytes_per_token"] < row["bytes_per_token"] <= chosen["bytes_per_token"]
+
+
+@pytest.mark.parametrize("unit", ["size", "read"])
+def test_a_few_more_bytes_and_a_few_less_are_shown_beside_the_choice(folder: Path, unit: Unit) -> None:
+    frontier = invented(plan_of(folder))
+    amounts = frontier.points()
+    for chosen in (amounts[0], amounts[5], amounts[-1]):
+        found = frontier.neighbours(chosen, unit)
+        taken = [getattr(point, unit) / getattr(chosen, unit) for point in found]
+        assert taken == sorted(taken) and len({tuple(point.names.values()) for point in found}) == len(found)
+        (place,) = [i for i, point in enumerate(found) if point is chosen]
+        # Nothing is smaller than the smallest allocation.
+        assert place == (0 if chosen is amounts[0] else 2)
+        shares = NEIGHBOURS[2 - place :]
+        assert all(have <= wanted * (1 + 1e-9) for have, wanted in zip(taken, shares, strict=False))
+        assert [point.kl for point in found] == sorted((point.kl for point in found), reverse=True)
+        for point, share in zip(found, shares, strict=False):
+            if point is not chosen:
+                limit = getattr(chosen, unit) * share
+                assert point.codecs == frontier.best(Budget(unit, limit)).codecs
 
 
 def test_a_speed_is_bytes_of_the_device() -> None:
