@@ -23,7 +23,7 @@ from edgeq.targets.cpu.jit.buffers import zeros
 from edgeq.targets.cpu.jit.compile import Kernel, address
 from edgeq.targets.cpu.jit.deferred import cgutils, literal_intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I32, constant, get_i64, put_f32, store, vadd, vload, vsplat, vsum
-from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
+from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ONE_CHUNK, ProductArgs
 from edgeq.targets.cpu.kernels.products.groups import group_args, group_kind
 from edgeq.targets.cpu.kernels.products.matmul import SCRATCH_BYTES, integer_matvec
 from edgeq.targets.cpu.kernels.products.matrix_unit import (
@@ -299,7 +299,7 @@ DECODE_CODEC = Codec("int", 4, 128)
 
 def decode_literals(isa: Isa, codec: Codec) -> tuple[int, ...]:
     """Literals of the product that is probed, with 8-bit activations."""
-    extent = HALF_CHUNK if activation_block(codec) < CHUNK else CHUNKS
+    extent = {CHUNK // 2: HALF_CHUNK, CHUNK: ONE_CHUNK}.get(activation_block(codec), CHUNKS)
     return codec.bits, int(isa.widens(codec.multiplied_bits)), group_kind(codec), extent
 
 

@@ -18,7 +18,7 @@ from edgeq.format.trellis import ring_indices
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.simd import I64
-from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ProductArgs
+from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ONE_CHUNK, ProductArgs
 from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile
 from edgeq.targets.cpu.kernels.panels.panel_matmul import tile_of_panel
 from edgeq.targets.cpu.kernels.panels.panel_tile import emit_cross_sums
@@ -82,7 +82,7 @@ class Panel:
 def emitter(isa: str, case: TileCase) -> IntegerTile | Panel:
     """The tile that products of that many rows have."""
     codec, mode16, tokens = case
-    extent = HALF_CHUNK if codec.group_size == 16 else CHUNKS
+    extent = {16: HALF_CHUNK, 32: ONE_CHUNK}.get(codec.group_size, CHUNKS)
     weights = IntegerWeights(isa_index(isa_of(isa)), codec.bits, mode16, group_kind(codec), extent)
     return Panel(weights, tokens) if tokens > 1 else IntegerTile(weights, tokens)
 

@@ -12,9 +12,10 @@ NONE, FLOAT, A8, A16, A16_PAIRS = range(5)
 BLOCK, TOKEN, TOKEN_ZERO, STATIC = 0, 1, 2, 3
 """What a scale is for: a block of channels, symmetric; a token row, symmetric or with a zero point; all rows of a modality."""
 
-CHUNKS, HALF_CHUNK, WHOLE = 0, 1, 2
+CHUNKS, HALF_CHUNK, WHOLE, ONE_CHUNK = range(4)
 """Integers that a product adds up before it multiplies with scales: of an activation block of whole chunks, of one of half a
-chunk; or of the whole row, where neither weights nor activations have a scale inside it and all its blocks have the same."""
+chunk; of the whole row, where neither weights nor activations have a scale inside it and all its blocks have the same; or of an
+activation block of one chunk, whose sums no loop has to keep."""
 
 F16_KIND, BF16_KIND, F32_KIND = 2, 3, 4
 """Kinds of float weights and of stored vectors."""

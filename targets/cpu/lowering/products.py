@@ -8,7 +8,7 @@ from typing import Any
 from edgeq.format.codec import CHUNK
 from edgeq.format.records import Weight
 from edgeq.targets.cpu.jit.buffers import padded
-from edgeq.targets.cpu.kernels.args import A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.args import A16, A16_PAIRS, BLOCK, CHUNKS, FLOAT_KINDS, HALF_CHUNK, ONE_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.panels import panel_matmul
 from edgeq.targets.cpu.kernels.products import (
     low_rank,
@@ -99,7 +99,9 @@ def _extent(weight: Weight, layout: Layout) -> int:
     one_scale = layout.scaling != BLOCK and alone
     # Zero points and offsets would be multiplied in float32, which would round sums of whole rows.  Half grids are for few
     # bits, whose rows have groups.
-    return WHOLE if one_scale and layout.holds_bytes and weight.columns <= MAX_INT32_CHANNELS else CHUNKS
+    if one_scale and layout.holds_bytes and weight.columns <= MAX_INT32_CHANNELS:
+        return WHOLE
+    return ONE_CHUNK if layout.block == CHUNK else CHUNKS
 
 
 def _matrix_room(context: Context, product: LinearProduct, extent: int) -> tuple[int, ProductScratch]:

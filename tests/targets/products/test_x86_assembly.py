@@ -1,7 +1,8 @@
-"""The machine code that LLVM makes of the tiles of panels for AVX2, compiled on whatever runs the tests."""
+"""The machine code that LLVM makes of tiles for AVX2, compiled on whatever runs the tests."""
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 
 import llvmlite.binding as llvm
@@ -11,9 +12,10 @@ from llvmlite import ir
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.avx2 import Avx2
 from edgeq.targets.cpu.isa.isa import by_chunks
-from edgeq.targets.cpu.kernels.args import CHUNKS
+from edgeq.targets.cpu.kernels.args import CHUNKS, ONE_CHUNK
 from edgeq.targets.cpu.kernels.panels.panel_tile import PanelTile, center_of
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerWeights
+from edgeq.targets.cpu.kernels.products.groups import OFFSET, SYMMETRIC, ZERO
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.targets.cpu.lowering.activations import MAX_A16
 
 TRIPLE = "x86_64-unknown-linux-gnu"
@@ -25,15 +27,25 @@ ALL = [(bits, mode16) for bits in range(2, 9) for mode16 in (0, 1) if mode16 or 
 
 @cache
 def code(bits: int, mode16: int, cpu: str = CPUS[0]) -> list[str]:
-    """Instructions of the tile, in order, and labels."""
+    """Instructions of the tile of a panel, in order, and labels."""
+    tile = PanelTile(IntegerWeights(isa_index(Avx2()), bits, mode16, SYMMETRIC, CHUNKS), TOKENS)
+    return compiled(lambda b, *args: tile.emit_chunks(b, *args[:4], args[4:8], args[8:]), 12, cpu)
+
+
+@cache
+def code_of_decode(bits: int, kind: int, cpu: str = CPUS[0]) -> list[str]:
+    """The same of a token alone, whose activation blocks are one chunk; `kind`: of groups.py."""
+    return compiled(IntegerTile(IntegerWeights(isa_index(Avx2()), bits, 0, kind, ONE_CHUNK), 1).emit, 5, cpu)
+
+
+def compiled(emit: Callable[..., None], arguments: int, cpu: str) -> list[str]:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     module = ir.Module("tile")
     module.triple = TRIPLE
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 12), "tile")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
-    tile = PanelTile(IntegerWeights(isa_index(Avx2()), bits, mode16, 0, CHUNKS), TOKENS)
-    tile.emit_chunks(builder, *function.args[:4], function.args[4:8], function.args[8:])
+    emit(builder, *function.args)
     builder.ret_void()
     target = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=cpu, opt=3)
     parsed = llvm.parse_assembly(str(module))
@@ -44,7 +56,7 @@ def code(bits: int, mode16: int, cpu: str = CPUS[0]) -> list[str]:
 
 
 def inner(lines: list[str]) -> list[str]:
-    """The loop over chunks: the only block that branches to itself."""
+    """The loop over chunks, or over blocks of one: the only block that branches to itself."""
     start = 0
     for i, line in enumerate(lines):
         if line.endswith(":"):
@@ -86,6 +98,19 @@ def test_multiplications_and_loads_are_those_of_the_method(bits: int, mode16: in
     moves = sum(found[name] for name in ("vmovdqa", "vmovdqu", "vmovaps", "vmovups"))
     assert moves <= loads + (0 if mode16 else found["vpmaddwd"])
     assert sum(found.values()) <= sum(n for name, n in found.items() if name.startswith("v")) + 8
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("kind", [SYMMETRIC, ZERO, OFFSET])
+def test_a_token_alone_adds_up_a_chunk_in_one_pass(kind: int, cpu: str) -> None:
+    """All products of a chunk in 16 bits, their sums once in 32; no loop within the loop."""
+    lines = inner(code_of_decode(4, kind, cpu))
+    found = Counter(line.split()[0] for line in lines)
+    # With AVX-VNNI one instruction makes 32 bits of them and adds.
+    assert found["vpmaddubsw"] == 16 and found["vpaddw"] == 14
+    assert sum("vpmaddwd" in line or "vpdpwssd" in line for line in lines) == 2
+    # Two vectors of rows: 40 that multiply, add and unpack by shift and mask, 8 of tokens, 12 loads, and what scales them.
+    assert len(lines) <= 125
 
 
 def test_sums_of_16_bits_cannot_overflow() -> None:

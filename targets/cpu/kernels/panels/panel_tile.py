@@ -69,7 +69,7 @@ class PanelTile(IntegerTile):
             self.row_factors, self.row_sums = self._of_rows(b, record, numbers[-2], numbers[-1])
         with cgutils.for_range(b, blocks) as loop:
             index = b.add(start, loop.index)
-            self._whole_chunks(b, w, x, index, chunks_of(b, index, last, per_block), numbers, floats)
+            self._whole_chunks(b, w, x, index, self._chunks_of(b, index, last, per_block), numbers, floats)
 
     def _take_rooms(self, b: Any, x: Any, chunks: tuple[Any, ...], rooms: tuple[Any, ...]) -> Any:
         """The address of the first chunk of the tile's activations, which are at `x`."""

@@ -172,11 +172,11 @@ class Groups:
         stored = of_groups(addresses.zeros, addresses.zeros_step, F16 if self.kind == OFFSET else I8)
         taken = constant(self.floats, float(self.taken))
         if self.kind == OFFSET:
-            return GroupNumbers(scale, b.fadd(b.fmul(scale, taken), b.fpext(stored, self.floats)))
+            return GroupNumbers(scale, self._fma(b, scale, taken, b.fpext(stored, self.floats)))
         zeros = b.uitofp(b.zext(stored, self.ints), self.floats)
         if self.kind == TWO_LEVELS_OFFSET:
             above = b.fpext(self._numbers(b, addresses.super_offsets, step, which, part, F16), self.floats)
-            return GroupNumbers(scale, b.fadd(b.fmul(scale, taken), b.fmul(zeros, above)))
+            return GroupNumbers(scale, self._fma(b, scale, taken, b.fmul(zeros, above)))
         center = constant(self.floats, float(self.zero_center))
         return GroupNumbers(scale, b.fsub(center, zeros) if self.zero_center else b.fneg(zeros))
 
@@ -216,7 +216,7 @@ class Groups:
         value, factor = b.sitofp(total, self.floats), splat(b, factor, self.floats)
         if numbers.shift is None:
             return self._fma(b, value, b.fmul(numbers.scale, factor), to)
-        sums = splat(b, b.sitofp(sum_x(), F32), self.floats)
+        sums = b.sitofp(splat(b, sum_x(), self.ints), self.floats)
         if self.offsets:
             return self._fma(b, self._fma(b, value, numbers.scale, b.fmul(numbers.shift, sums)), factor, to)
         return self._fma(b, self._fma(b, numbers.shift, sums, value), b.fmul(numbers.scale, factor), to)

@@ -46,9 +46,10 @@ from llvmlite import ir
 
 from edgeq.format.codec import LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.isa.isa import by_chunks
 from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import F32, I16, I32, I64, constant, load, prefetch, splat, store
-from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.args import HALF_CHUNK, ONE_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products.bitplanes import Unpacker
 from edgeq.targets.cpu.kernels.products.groups import Groups, multiplied_bits
 from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, plus
@@ -65,7 +66,7 @@ class IntegerWeights:
     bits         of the stored integers
     mode16       1: activations stored in 16 bits; 0: in 8
     group_kind   what groups have beside their integers: a literal of groups.py
-    extent       CHUNKS, HALF_CHUNK or WHOLE: what is added up before it is scaled
+    extent       CHUNKS, HALF_CHUNK, WHOLE or ONE_CHUNK: what is added up before it is scaled
     """
 
     isa: int
@@ -113,7 +114,8 @@ class IntegerTile:
         self.row_sums: Any = None
         # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
         # sums may be split freely.  Those of each byte.
-        self.chains = 4 // len(self.passes[0]) if tokens == 1 and self.parts < 4 else 1
+        alone = tokens == 1 and self.parts < 4 and not by_chunks(isa)
+        self.chains = 4 // len(self.passes[0]) if alone else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
     def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
@@ -142,7 +144,7 @@ class IntegerTile:
             if self.extent == HALF_CHUNK:
                 self._halves(b, record, w, x, loop.index, numbers, floats)
             else:
-                self._whole_chunks(b, w, x, loop.index, chunks_of(b, loop.index, chunks, per_block), numbers, floats)
+                self._whole_chunks(b, w, x, loop.index, self._chunks_of(b, loop.index, chunks, per_block), numbers, floats)
         if self.blocks == 1:
             for part, slots in enumerate(floats):
                 for t, slot in enumerate(slots):
@@ -200,11 +202,18 @@ class IntegerTile:
         numbers = [b.add(n, b.mul(ProductArgs.block_step.load(b, record), ir.Constant(I64, i))) for i in range(self.blocks)]
         return [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
 
+    def _chunks_of(self, b: Any, index: Any, chunks: Any, per_block: Any) -> tuple[Any, Any]:
+        """As `chunks_of`."""
+        return (index, None) if self.extent == ONE_CHUNK else chunks_of(b, index, chunks, per_block)
+
     def _whole_chunks(self, b: Any, w: Any, x: Any, index: Any, chunks: tuple[Any, Any], numbers: Any, floats: Any) -> None:
         """Activation block `index`: its first chunk and how many."""
         first, inside = chunks
 
         def walk(sums: Any, which: tuple[int, ...]) -> None:
+            if self.extent == ONE_CHUNK:
+                self._chunk(b, w, x, first, sums, range(QUADS), which)
+                return
             with cgutils.for_range(b, inside) as inner:
                 self._chunk(b, w, x, b.add(first, inner.index), sums, range(QUADS), which)
 
