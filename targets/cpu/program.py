@@ -242,8 +242,9 @@ class CpuProgram(HostStates):
     def _run(self, rows: Rows, made: Tables, pieces: int = 0) -> NDArray[np.float32]:
         """`pieces` into which a run is cut, between which an interrupt is taken; 0: as many as its rows are worth."""
         check_rows(rows, self.options, self.graph.together)
-        count, first = len(rows), rows.wanted[:: self.graph.together]
-        selected = len(first)
+        count, selected = len(rows), -(-len(rows.wanted) // self.graph.together)
+        # Of one row a slice: numpy takes longer to pick rows by their numbers than all else here.
+        first = slice(1) if count == selected == 1 else rows.wanted[:: self.graph.together]
         # The kernels read these arrays until the run ends.
         pages = [[_addresses(session, windowed) for session in rows.pages] for windowed in self._part_kinds]
         self._counts[:] = count, selected
@@ -251,7 +252,8 @@ class CpuProgram(HostStates):
         self._positions[:, :count] = rows.positions[: len(self._positions)]
         self._slots[:count] = rows.slots
         for windowed, sessions in zip(self._part_kinds, pages, strict=True):
-            self._page_tables[windowed, :count] = np.array([each.ctypes.data for each in sessions])[rows.sessions]
+            tables = [each.__array_interface__["data"][0] for each in sessions]
+            self._page_tables[windowed, :count] = tables[0] if len(tables) == 1 else np.array(tables)[rows.sessions]
         if len(self._spans):
             assert rows.spans is not None
             self._spans[:, :, :count] = rows.spans[: len(self._spans)]
@@ -293,7 +295,7 @@ class CpuProgram(HostStates):
         found.begin(rows.states)
         return found, snapshots
 
-    def _place_vectors(self, rows: Rows, first: NDArray[np.int32]) -> NDArray[np.float32] | None:
+    def _place_vectors(self, rows: Rows, first: NDArray[np.int32] | slice) -> NDArray[np.float32] | None:
         """Note where the vector of each row lies, 0 for none; returns the array that they lie in."""
         count, vectors = len(rows), None
         self._vectors[:count] = 0
@@ -301,7 +303,8 @@ class CpuProgram(HostStates):
             vectors = np.ascontiguousarray(rows.vectors, np.float32)
             addresses = vectors.ctypes.data + vectors.strides[0] * rows.vector_of.astype(np.int64)
             self._vectors[:count] = np.where(rows.vector_of >= 0, addresses, 0)
-        self._selected_vectors[: len(first)] = self._vectors[first]
+        selected = self._vectors[first]
+        self._selected_vectors[: len(selected)] = selected
         return vectors
 
 
