@@ -57,6 +57,7 @@ INSTRUCTIONS = {
     "fma.rn.f32",
     "prefetch.global.L2",
     "sub.rn.f16x2",
+    "prmt.b32",
     "cp.async.cg.shared.global",
     "cp.async.commit_group",
     "cp.async.wait_group",

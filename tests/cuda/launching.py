@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeq.format.codec import Codec, dequantize, pack_groups, pack_integers
+from edgeq.format.codec import Codec
 from edgeq.format.quantization import activation_block
 from edgeq.targets.cuda.device.device import upload
+from edgeq.targets.cuda.lowering.linear import PARAMETERS, beside
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from tests.cuda.emulated import FORWARD, EmulatedDevice
-from tests.targets.cases import integers
+from tests.targets import cases
 
 Arrays = dict[str, np.ndarray]
 
@@ -48,7 +49,7 @@ class Product:
     def variant(self, kernel: str) -> Variant:
         if kernel == "quantize_input":
             return Variant("quantize_input", (self.integer, self.group))
-        return Variant(kernel, (self.codec.bits, not self.codec.symmetric, self.integer, self.group))
+        return Variant(kernel, (self.codec.bits, beside(self.codec), self.integer, self.group))
 
     def quantized(self, quantize_input: Generated, x: np.ndarray, limit: int, order: int = FORWARD) -> Arrays:
         """What the product reads: data, scales and sums of x f32 [tokens, columns]."""
@@ -81,9 +82,8 @@ class Product:
 
 def product_of(codec: Codec, integer: bool, rows: int, columns: int, values: str = "random", seed: int = 0) -> Product:
     """A random matrix [rows, columns] of the kind of values that tests/targets/cases.py has."""
-    q, scale, zero = integers(np.random.default_rng(seed), codec, rows, columns, values)
-    stored = {"q": pack_integers(q, codec.bits), "scale": pack_groups(scale)}
-    if not codec.symmetric:
-        stored["zero"] = pack_groups(zero)
-    arrays = {"q": stored["q"], "s": stored["scale"], "z": stored.get("zero", np.zeros(1, np.uint8))}
-    return Product(codec, integer, dequantize(codec, rows, columns, stored), arrays)
+    stored = cases.Arrays()
+    weight = cases.weight(stored, np.random.default_rng(seed), codec, rows, columns, values)
+    arrays = dict.fromkeys(PARAMETERS.values(), np.zeros(1, np.uint8))
+    arrays |= {PARAMETERS[name]: stored.array(ref) for name, ref in weight.arrays.items()}
+    return Product(codec, integer, cases.matrix(stored, weight), arrays)

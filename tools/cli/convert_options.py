@@ -42,8 +42,8 @@ CONVERT_OPTIONS = decorated(
         metavar="DEVICE",
         type=OneOf(*DEVICES),
         help="Stop before the conversion if the file would not fit this device, and report the speed that its memory "
-        "allows; edgeq devices lists the names.  The file is the same for every device, but for a budget's: on a GPU it has no "
-        "half grids and no trellises, and with --speed no trellises.",
+        "allows; edgeq devices lists the names.  The file is the same for every device, but for that of --speed: it has no "
+        "trellises then.",
     ),
     quantization(
         "--merge-lora",
@@ -104,21 +104,21 @@ CONVERT_OPTIONS = decorated(
         is_flag=True,
         default=None,
         help="rtn, gptq, awq, awq+gptq: levels at half steps on both sides of zero, without zero points: smaller files, which "
-        "lose less than with zero points at 2 bits in groups of 32 or more, else more.  Not on GPUs.",
+        "lose less than with zero points at 2 bits in groups of 32 or more, else more.",
     ),
     quantization(
         "--table",
         is_flag=True,
         default=None,
         help="rtn, gptq, awq, awq+gptq, 2 to 4 bits: levels closer together near zero, as weights are, in about the bytes "
-        "of --half.  Not on GPUs.",
+        "of --half.",
     ),
     quantization(
         "--trellis",
         is_flag=True,
         default=None,
         help="rtn, gptq, awq, awq+gptq, with --bits 2 or 3: twice the levels, among which 16 output channels choose together, "
-        "and scales of 4 bits: loses least at 2 to 3.5 bits per weight.  Not on GPUs.",
+        "and scales of 4 bits: loses least at 2 to 3.5 bits per weight.",
     ),
     quantization(
         "--scale-bits",

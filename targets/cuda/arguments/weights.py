@@ -14,13 +14,16 @@ RMS, LAYER = 1, 2
 class WeightArguments(Arguments, run=()):
     """A block of weights, in file order (edgeq/format/codec.py).
 
-    q        integers;  s: scales f16, z: zero points u8, where the codec has them
+    q        integers;  s: scales f16, or u8 where they have four bits;  z: zero points u8, or a table i8 for each block of 16
+             output channels;  u: scales of output channels f16, by which those of four bits are multiplied; where the codec
+             has them
     chunks   of 32 input channels in a row
     """
 
     q: Address
     s: Address
     z: Address
+    u: Address
     chunks: Int32
 
 

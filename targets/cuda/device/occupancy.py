@@ -66,9 +66,11 @@ def bytes_in_flight(variant: Variant, blocks: float, threads: int, ahead: int = 
     None: enough for a round.
     """
     at = DETAILS.get(variant.kernel)
-    if at is None or not all(isinstance(value, int) for value in variant.literals[at : at + 4]):
+    if at is None:
         return None
-    bits, _, _, group = (int(value) for value in variant.literals[at : at + 4])
+    bits, _, _, group = variant.literals[at : at + 4]
+    if not isinstance(bits, int) or not isinstance(group, int):
+        return None
     return int(blocks * asked(bits, group, threads // WARP, 0 if variant.kernel == "matvec" else ahead, columns))
 
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from edgeq.targets.cuda.kernels.product import arithmetic, decoder
+from edgeq.targets.cuda.kernels.product import arithmetic
 from edgeq.targets.cuda.kernels.prologue import WARPS
 from edgeq.targets.cuda.kernels.quantize_input import quantize_block
+from edgeq.targets.cuda.kernels.weights import PackedWeights
 
 
 @dataclass(frozen=True)
@@ -14,18 +15,18 @@ class BlockCodec:
 
     rule: str
     bits: int
-    zero: bool
+    beside: bool | str
     integer: bool
     group: int
 
     @cached_property
     def inlines(self):
         put = quantize_block(self.rule, self.integer, self.group)
-        return put, decoder(self.bits, self.group == 16), *arithmetic(self.integer, self.group == 16)
+        return put, *self.weights.inlines, *arithmetic(self.integer, self.group == 16, self.weights.halves)
 
-    @property
-    def center(self):
-        return 1 << (self.bits - 1)
+    @cached_property
+    def weights(self):
+        return PackedWeights(self.bits, self.beside, self.integer, self.group)
 
     @property
     def sum(self):

@@ -10,7 +10,7 @@ memory, once for all of its output channels.  Products, and the order in which t
 those of the first.  To both the low-rank part of the layer is added, b inner, where inner is what `low_rank` made
 (low_rank.py).
 
-    x, q, s, z, bias, y      as in product.py, but x f32 [token rows][width_in];  names with a 2 are those of the second block
+    x, q, s, z, u, bias, y   as in product.py, but x f32 [token rows][width_in];  names with a 2 are those of the second block
     gain, shift, norm, eps   of the norm (prologue.py)
     order, scale             i32 and f32 [columns + columns2]
     limit                    of the integers of `group` and `static`, `levels` of `token`
@@ -80,8 +80,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
 
     @T.prim_func
     def fused_(x_: T.handle, gain_: T.handle, shift_: T.handle, order_: T.handle, scale_: T.handle, scales_: T.handle,
-               modality_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, q2_: T.handle, s2_: T.handle, z2_: T.handle,
-               bias_: T.handle, low_b_: T.handle, inner_: T.handle,
+               modality_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
+               q2_: T.handle, s2_: T.handle, z2_: T.handle, u2_: T.handle, bias_: T.handle, low_b_: T.handle, inner_: T.handle,
                y_: T.handle, cos_: T.handle, sin_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
                matrix_: T.handle, rotation_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle,
                tables_: T.handle, slots_: T.handle, sums_: T.handle, arrived_: T.handle,
@@ -103,11 +103,13 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         scales = T.match_buffer(scales_, (T.int32(),), "float32")
         modality = T.match_buffer(modality_, (T.int32(),), "int32")
         q = T.match_buffer(q_, (T.int32(),), "uint32")
-        s = T.match_buffer(s_, (T.int32(),), "float16")
-        z = T.match_buffer(z_, (T.int32(),), "uint8")
+        s = T.match_buffer(s_, (T.int32(),), one.weights.scale_type)
+        z = T.match_buffer(z_, (T.int32(),), one.weights.zero_type)
+        u = T.match_buffer(u_, (T.int32(),), "float16")
         q2 = T.match_buffer(q2_, (T.int32(),), "uint32")
-        s2 = T.match_buffer(s2_, (T.int32(),), "float16")
-        z2 = T.match_buffer(z2_, (T.int32(),), "uint8")
+        s2 = T.match_buffer(s2_, (T.int32(),), two.weights.scale_type)
+        z2 = T.match_buffer(z2_, (T.int32(),), two.weights.zero_type)
+        u2 = T.match_buffer(u2_, (T.int32(),), "float16")
         bias = T.match_buffer(bias_, (T.int32(),), "float32")
         low_b = T.match_buffer(low_b_, (T.int32(),), "uint32")
         inner = T.match_buffer(inner_, (T.int32(),), "float32")
@@ -153,8 +155,11 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         quad = T.alloc_local((2, 2), "uint32")
         b = T.alloc_local((4,), "uint32")
         a = T.alloc_local((8,), "uint32")
-        sc = T.alloc_local((2,), "float16")
+        sc = T.alloc_local((2,), one.weights.number_type)
+        sc2 = T.alloc_local((2,), two.weights.number_type)
         zp = T.alloc_local((2,), "int32")
+        table = T.alloc_local((max(one.weights.table_words, two.weights.table_words),), "uint32")
+        above = T.alloc_local((2,), "float32")
         pr = T.alloc_local((1,), "float32")
         total = T.alloc_local((1,), "float32")
         value = T.alloc_local((1,), "float32")
@@ -197,8 +202,10 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
 
         @T.inline
         def multiply_block(
-            code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r, block, groups, chunks, stride
-        ):
+            code, begin, numbers, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r, block, groups, chunks,
+            stride
+        ):  # fmt: skip
+            begin(table, above, 0, z, u, block, g)
             for i in T.serial(code.steps // WARPS):
                 for h in T.unroll(code.parts):
                     at: T.let = i * WARPS + warp
@@ -206,18 +213,12 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     grp: T.let = step * code.parts + h
                     if grp < groups:
                         at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                        for k in T.vectorized(2):
-                            sc[k] = s[at_scale * 16 + g * 2 + k]
-                        for k in T.unroll(2):
-                            if code.zero:
-                                zp[k] = T.Cast("int32", z[at_scale * 16 + g * 2 + k])
-                            else:
-                                zp[k] = code.center
+                        numbers(sc, zp, above, 0, s, z, at_scale, g)
                         for k in T.unroll(4):
                             acc[k] = T.Cast(code.sum, 0)
                         for c in T.unroll(code.chunks):
                             chunk: T.let = T.min(step * code.chunks + c, chunks - 1)
-                            decode(q, w, quad, g, t, (block * chunks + chunk) * (code.bits * 16))
+                            decode(q, w, quad, table, 0, g, t, (block * chunks + chunk) * (code.bits * 16))
                             operand_a(a, quad, zp)
                             operand_b(b, quantized, (at * code.chunks + c) * TOKENS + g, t)
                             multiply(acc, 0, a, 0, b, h)
@@ -240,11 +241,11 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 block: T.let = block_of(turn[1], cta, each, most, gated)
                 ask_lines(q, block * (chunks * code.bits * 16) + turn[0] * code.stored,
                           T.min(code.stored, chunks * code.bits * 16 - turn[0] * code.stored), LINE // 4)  # fmt: skip
-                number: T.let = (block * ((groups - 1) * stride + 1) + turn[0] * code.groups * stride) * 16
-                held: T.let = ((T.min(code.groups, groups - turn[0] * code.groups) - 1) * stride + 1) * 16
-                ask_lines(s, number, held, LINE // 2)
-                if code.zero:
-                    ask_lines(z, number, held, LINE)
+                number: T.let = block * ((groups - 1) * stride + 1) + turn[0] * code.groups * stride
+                held: T.let = (T.min(code.groups, groups - turn[0] * code.groups) - 1) * stride + 1
+                ask_lines(s, number * code.weights.scales, held * code.weights.scales, LINE // 2)
+                if code.weights.zero:
+                    ask_lines(z, number * 16, held * 16, LINE)
             turn[1] = turn[1] + 1
             if turn[1] == blocks:
                 turn[0] = turn[0] + 1
@@ -258,8 +259,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 ask(code, q, s, z, groups, chunks, stride)
 
         @T.inline
-        def multiply_rows(code, put, decode, operand_a, operand_b, multiply, scaled, acc, to, q, s, z, start, columns, groups,
-                          chunks, stride, limit):  # fmt: skip
+        def multiply_rows(code, put, begin, numbers, decode, operand_a, operand_b, multiply, scaled, acc, sc, to, q, s, z, u,
+                          start, columns, groups, chunks, stride, limit):  # fmt: skip
             for r in T.serial(
                 first_of(share, shares, T.ceildiv(groups, code.groups)), end_of(share, shares, T.ceildiv(groups, code.groups))
             ):
@@ -267,7 +268,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 T.cuda.cta_sync()
                 for j in T.serial(blocks):
                     ask(code, q, s, z, groups, chunks, stride)
-                    multiply_block(code, decode, operand_a, operand_b, multiply, scaled, acc, q, s, z, r,
+                    multiply_block(code, begin, numbers, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r,
                                    block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
                     held: T.let = T.min(code.groups, groups - r * code.groups)
@@ -289,14 +290,14 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         if rule == "token":
             range_of_rows(read, rules, ends, largest, 0, columns, count, symmetric, limit, warp, lane)
         multiply_rows(
-            one, *one.inlines, sum_of if one.integer else acc, result, q, s, z, 0, columns, groups, chunks, stride, limit
+            one, *one.inlines, sum_of if one.integer else acc, sc, result, q, s, z, u, 0, columns, groups, chunks, stride, limit
         )
         if TWO:
             ask_first(two, q2, s2, z2, groups2, chunks2, stride2)
             if rule == "token":
                 range_of_rows(read, rules, ends, largest, columns, columns2, count, symmetric, limit2, warp, lane)
-            multiply_rows(two, *two.inlines, sum_of if two.integer else acc, second, q2, s2, z2, columns, columns2, groups2,
-                          chunks2, stride2, limit2)  # fmt: skip
+            multiply_rows(two, *two.inlines, sum_of if two.integer else acc, sc2, second, q2, s2, z2, u2, columns, columns2,
+                          groups2, chunks2, stride2, limit2)  # fmt: skip
         last[0] = 1
         if not TWO and shares > 1:
             arrive(before, arrived, place, tid)

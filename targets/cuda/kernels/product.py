@@ -12,68 +12,24 @@ products in shared memory and adds them in order; `matmul` goes through the grou
 
     x       quantized: [chunk][padded tokens][32 channels], f16 or i8 (quantize_input.py)
     xs, xn  scale f32 and sum i32 of a token and group, [group][padded tokens]
-    q, s, z weights, scales, zero points as in the file; stride 0: one scale for all groups ("row")
+    q, s, z, u   weights and what lies beside them, as in the file (weights.py); stride 0: one scale for all groups ("row")
     y       f32 [tokens][width], with `add` added to what is there; bias f32, read where has_bias
 """
 
 from tvm.script import tirx as T
 
-from edgeq.format.codec import PLANES
+from edgeq.targets.cuda.kernels.weights import PackedWeights
 
-CENTER_F16 = 0x6400
-"""1024 in f16: its bits | q are 1024 + q for q below 1024, without a conversion."""
-
-
-def planes_of(bits):
-    """(bits, first line, lowest bit of the integer) of the planes of a width, as edgeq/format/codec.py orders them."""
-    planes, line, low = [], 0, 0
-    for plane in PLANES[bits]:
-        planes.append((plane, line, low))
-        line, low = line + plane, low + plane
-    return planes
+CENTER_F16, HALVES_F16 = 0x6400, 0x5C00
+"""1024 in f16: its bits | q are 1024 + q for q below 1024, without a conversion.  And 256: its bits | 4 q are 256 + q for q
+below 256, and halves are exact there."""
 
 
-def part_of(word, plane, low, index):
-    """The bits of quad `index` in a word of its line, four bytes, where they belong in the integers."""
-    mask = T.uint32(((1 << plane) - 1) * 0x01010101)
-    return ((word >> T.Cast("uint32", index * plane % 8)) & mask) << T.uint32(low)
+def arithmetic(integer, small, halves):
+    """Inline: operand A of a chunk, operand B of it, their mma, and the product of a group's sum with its scales.
 
-
-def decoder(bits, small):
-    """Inline: the two quads of a chunk that a lane has, for its two channels, as bytes quad[k, v]; `base` in words."""
-    planes = planes_of(bits)
-    (p0, l0, s0), (p1, l1, s1), (p2, l2, s2) = (planes + [planes[0]] * 2)[:3]
-    count = len(planes)
-
-    def which(t, k):
-        return t + 4 * k if small else 2 * t + k
-
-    @T.inline
-    def plane(q, w, quad, g, t, base, p, line, low):
-        # Two quads of a lane lie in one line, or each in its own.
-        for k in T.unroll(2):
-            if k == 0 or p == 8 or small:
-                for v in T.vectorized(2):
-                    w[v] = q[base + (line + which(t, k) * p // 8) * 16 + g * 2 + v]
-            for v in T.unroll(2):
-                if low == 0:
-                    quad[k, v] = part_of(w[v], p, low, which(t, k))
-                else:
-                    quad[k, v] = quad[k, v] | part_of(w[v], p, low, which(t, k))
-
-    @T.inline
-    def decode(q, w, quad, g, t, base):
-        plane(q, w, quad, g, t, base, p0, l0, s0)
-        if count > 1:
-            plane(q, w, quad, g, t, base, p1, l1, s1)
-        if count > 2:
-            plane(q, w, quad, g, t, base, p2, l2, s2)
-
-    return decode
-
-
-def arithmetic(integer, small):
-    """Inline: operand A of a chunk, operand B of it, their mma, and the product of a group's sum with its scales."""
+    halves   zero points are half steps, and of integers the scale is that of half a step
+    """
 
     @T.inline
     def operand_a(a, quad, zp):
@@ -83,11 +39,19 @@ def arithmetic(integer, small):
                     a[k * 2 + v] = quad[k, v]
                 else:
                     for p in T.unroll(2):
-                        T.ptx.sub.rn.f16x2(
-                            a[k * 4 + p * 2 + v],
-                            ((quad[k, v] >> T.uint32(8 * p)) & T.uint32(0x00FF00FF)) | T.uint32(CENTER_F16 * 0x10001),
-                            T.Cast("uint32", (zp[v] + CENTER_F16) * 0x10001),
-                        )
+                        if halves:
+                            T.ptx.sub.rn.f16x2(
+                                a[k * 4 + p * 2 + v],
+                                (((quad[k, v] >> T.uint32(6 * p)) << T.uint32(2 - 2 * p)) & T.uint32(0x03FC03FC))
+                                | T.uint32(HALVES_F16 * 0x10001),
+                                T.Cast("uint32", (zp[v] * 2 + HALVES_F16) * 0x10001),
+                            )
+                        else:
+                            T.ptx.sub.rn.f16x2(
+                                a[k * 4 + p * 2 + v],
+                                ((quad[k, v] >> T.uint32(8 * p)) & T.uint32(0x00FF00FF)) | T.uint32(CENTER_F16 * 0x10001),
+                                T.Cast("uint32", (zp[v] + CENTER_F16) * 0x10001),
+                            )
 
     @T.inline
     def operand_b(b, x, token, t):
@@ -131,7 +95,9 @@ def arithmetic(integer, small):
     @T.inline
     def scaled(pr, acc, at, scale, zp, xs, xn, token):
         # `token`: which token of which group
-        if integer:
+        if integer and halves:
+            T.ptx.mul.rn.f32(pr[0], T.Cast("float32", T.reinterpret("int32", acc[at]) * 2 - zp * xn[token]), xs[token])
+        elif integer:
             T.ptx.mul.rn.f32(pr[0], T.Cast("float32", T.reinterpret("int32", acc[at]) - zp * xn[token]), xs[token])
         else:
             T.ptx.mul.rn.f32(pr[0], acc[at], xs[token])
@@ -140,18 +106,20 @@ def arithmetic(integer, small):
     return operand_a, operand_b, multiply, scaled
 
 
-def matvec(bits, zero, integer, group, WARPS=4):
+def matvec(bits, beside, integer, group, WARPS=4):
     PER, CHUNKS, PARTS = 4, max(1, group // 32), 2 if group == 16 else 1
-    ROUND, CENTER, SUM = PER * WARPS, 1 << (bits - 1), "uint32" if integer else "float32"
-    decode = decoder(bits, group == 16)
-    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16)
+    ROUND, SUM = PER * WARPS, "uint32" if integer else "float32"
+    weights = PackedWeights(bits, beside, integer, group)
+    begin, numbers, decode = weights.inlines
+    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
 
     @T.prim_func
-    def matvec_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, y_: T.handle,
-             bias_: T.handle, groups: T.int32, chunks: T.int32, stride: T.int32, tokens: T.int32, padded: T.int32,
+    def matvec_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
+             y_: T.handle, bias_: T.handle, groups: T.int32, chunks: T.int32, stride: T.int32, tokens: T.int32, padded: T.int32,
              rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
-        nx, nxs, nxn, nq, ns, nz, ny, nb = (
+        nx, nxs, nxn, nq, ns, nz, nu, ny, nb = (
+            T.int32(),
             T.int32(),
             T.int32(),
             T.int32(),
@@ -165,8 +133,9 @@ def matvec(bits, zero, integer, group, WARPS=4):
         xs = T.match_buffer(xs_, (nxs,), "float32")
         xn = T.match_buffer(xn_, (nxn,), "int32")
         q = T.match_buffer(q_, (nq,), "uint32")
-        s = T.match_buffer(s_, (ns,), "float16")
-        z = T.match_buffer(z_, (nz,), "uint8")
+        s = T.match_buffer(s_, (ns,), weights.scale_type)
+        z = T.match_buffer(z_, (nz,), weights.zero_type)
+        u = T.match_buffer(u_, (nu,), "float16")
         y = T.match_buffer(y_, (ny,), "float32")
         bias = T.match_buffer(bias_, (nb,), "float32")
         T.device_entry()
@@ -182,11 +151,14 @@ def matvec(bits, zero, integer, group, WARPS=4):
         quad = T.alloc_local((2, 2), "uint32")
         b = T.alloc_local((4,), "uint32")
         a = T.alloc_local((8,), "uint32")
-        sc = T.alloc_local((2,), "float16")
+        sc = T.alloc_local((2,), weights.number_type)
         zp = T.alloc_local((2,), "int32")
+        table = T.alloc_local((weights.table_words,), "uint32")
+        above = T.alloc_local((2,), "float32")
         pr = T.alloc_local((1,), "float32")
         total = T.alloc_local((1,), "float32")
         total[0] = T.float32(0)
+        begin(table, above, 0, z, u, block, g)
         for r in T.serial(T.ceildiv(groups, ROUND * PARTS)):
             for i in T.serial(PER):
                 for h in T.unroll(PARTS):
@@ -195,18 +167,12 @@ def matvec(bits, zero, integer, group, WARPS=4):
                     grp: T.let = step * PARTS + h
                     if grp < groups:
                         at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                        for v in T.vectorized(2):
-                            sc[v] = s[at_scale * 16 + g * 2 + v]
-                        for v in T.unroll(2):
-                            if zero:
-                                zp[v] = T.Cast("int32", z[at_scale * 16 + g * 2 + v])
-                            else:
-                                zp[v] = CENTER
+                        numbers(sc, zp, above, 0, s, z, at_scale, g)
                         for v in T.unroll(4):
                             acc[v] = T.Cast(SUM, 0)
                         for c in T.unroll(CHUNKS):
                             chunk: T.let = step * CHUNKS + c
-                            decode(q, w, quad, g, t, (block * chunks + T.min(chunk, chunks - 1)) * (bits * 16))
+                            decode(q, w, quad, table, 0, g, t, (block * chunks + T.min(chunk, chunks - 1)) * (bits * 16))
                             operand_a(a, quad, zp)
                             operand_b(b, x, chunk * padded + tile * 8 + g, t)
                             multiply(acc, 0, a, 0, b, h)
@@ -230,21 +196,23 @@ def matvec(bits, zero, integer, group, WARPS=4):
     return matvec_
 
 
-def matmul(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
+def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     """A warp has BLOCKS blocks of output channels and 8 TILES tokens; the next chunks of x come while these are read."""
     CHUNKS, PARTS, TOKENS = max(1, group // 32), 2 if group == 16 else 1, 8 * TILES
-    CENTER, SUM, WORDS, QUADS = 1 << (bits - 1), "uint32" if integer else "float32", 8 if integer else 16, 4 if integer else 8
+    SUM, WORDS, QUADS = "uint32" if integer else "float32", 8 if integer else 16, 4 if integer else 8
     LINE = TOKENS * WORDS // 4  # copies of 16 bytes for a chunk
     COPIES = CHUNKS * LINE
-    decode = decoder(bits, group == 16)
-    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16)
+    weights = PackedWeights(bits, beside, integer, group)
+    begin, numbers, decode = weights.inlines
+    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
 
     @T.prim_func
-    def matmul_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, y_: T.handle,
-              bias_: T.handle, groups: T.int32, chunks: T.int32, stride: T.int32, tokens: T.int32, padded: T.int32,
-              rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32):  # fmt: skip
+    def matmul_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
+              y_: T.handle, bias_: T.handle, groups: T.int32, chunks: T.int32, stride: T.int32, tokens: T.int32,
+              padded: T.int32, rows: T.int32, width: T.int32, has_bias: T.int32, add: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
-        nx, nxs, nxn, nq, ns, nz, ny, nb = (
+        nx, nxs, nxn, nq, ns, nz, nu, ny, nb = (
+            T.int32(),
             T.int32(),
             T.int32(),
             T.int32(),
@@ -258,8 +226,9 @@ def matmul(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
         xs = T.match_buffer(xs_, (nxs,), "float32")
         xn = T.match_buffer(xn_, (nxn,), "int32")
         q = T.match_buffer(q_, (nq,), "uint32")
-        s = T.match_buffer(s_, (ns,), "float16")
-        z = T.match_buffer(z_, (nz,), "uint8")
+        s = T.match_buffer(s_, (ns,), weights.scale_type)
+        z = T.match_buffer(z_, (nz,), weights.zero_type)
+        u = T.match_buffer(u_, (nu,), "float16")
         y = T.match_buffer(y_, (ny,), "float32")
         bias = T.match_buffer(bias_, (nb,), "float32")
         T.device_entry()
@@ -277,8 +246,10 @@ def matmul(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
         a = T.alloc_local((BLOCKS * QUADS,), "uint32")
         one = T.alloc_local((QUADS,), "uint32")
         b = T.alloc_local((4,), "uint32")
-        sc = T.alloc_local((BLOCKS * 2,), "float16")
+        sc = T.alloc_local((BLOCKS * 2,), weights.number_type)
         zp = T.alloc_local((BLOCKS * 2,), "int32")
+        table = T.alloc_local((BLOCKS * weights.table_words,), "uint32")
+        above = T.alloc_local((BLOCKS * 2,), "float32")
         zz = T.alloc_local((2,), "int32")
         pr = T.alloc_local((1,), "float32")
         blocks: T.let = T.ceildiv(rows, 16)
@@ -296,6 +267,8 @@ def matmul(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
                 )
             T.ptx.cp.async_.commit_group()
 
+        for j in T.unroll(BLOCKS):
+            begin(table, above, j, z, u, T.min((column * WARPS + warp) * BLOCKS + j, blocks - 1), g)
         for i in T.serial(BLOCKS * TILES * 4):
             total[i] = T.float32(0)
         fetch(0, 0)
@@ -312,19 +285,14 @@ def matmul(bits, zero, integer, group, WARPS=4, BLOCKS=2, TILES=8):
                     for j in T.unroll(BLOCKS):
                         block: T.let = T.min((column * WARPS + warp) * BLOCKS + j, blocks - 1)
                         at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                        for v in T.vectorized(2):
-                            sc[j * 2 + v] = s[at_scale * 16 + g * 2 + v]
-                        for v in T.unroll(2):
-                            if zero:
-                                zp[j * 2 + v] = T.Cast("int32", z[at_scale * 16 + g * 2 + v])
-                            else:
-                                zp[j * 2 + v] = CENTER
+                        numbers(sc, zp, above, j, s, z, at_scale, g)
                     for i in T.unroll(BLOCKS * TILES * 4):
                         acc[i] = T.Cast(SUM, 0)
                     for c in T.unroll(CHUNKS):
                         for j in T.unroll(BLOCKS):
                             row_block: T.let = T.min((column * WARPS + warp) * BLOCKS + j, blocks - 1)
-                            decode(q, w, quad, g, t, (row_block * chunks + T.min(step * CHUNKS + c, chunks - 1)) * (bits * 16))
+                            decode(q, w, quad, table, j, g, t,
+                                   (row_block * chunks + T.min(step * CHUNKS + c, chunks - 1)) * (bits * 16))  # fmt: skip
                             for v in T.unroll(2):
                                 zz[v] = zp[j * 2 + v]
                             operand_a(one, quad, zz)

@@ -6,8 +6,8 @@ from tvm.script import tirx as T
 
 from edgeq.format.quantization import MAX_SCALE, MIN_RANGE
 from edgeq.targets.cuda.kernels.floats import channels, number
-from edgeq.targets.cuda.kernels.product import planes_of
 from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, MAX_F32, NAN_BITS, THREADS, number_of
+from edgeq.targets.cuda.kernels.weights import planes_of
 
 
 def add_squares():

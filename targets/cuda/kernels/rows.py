@@ -2,7 +2,7 @@
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.product import planes_of
+from edgeq.targets.cuda.kernels.weights import ONE, QUARTER, PackedWeights, planes_of
 
 MAX_F32 = 3.4028234663852886e38
 NAN_BITS, INFINITY_BITS = 0x7FC00000, 0x7F800000
@@ -14,21 +14,22 @@ def number_of(word, plane, low, quad, byte):
     return (T.Cast("int32", word >> T.Cast("uint32", byte + quad * plane % 8)) & ((1 << plane) - 1)) << low
 
 
-def embed(bits, zero):
+def embed(bits, beside):
     """out[token row] = row tokens[token row] of a packed integer matrix; a group has `group` channels, all of a row where 0."""
-    planes = planes_of(bits)
+    weights, planes = PackedWeights(bits, beside, False, 0), planes_of(bits)
     (p0, l0, s0), (p1, l1, s1), (p2, l2, s2) = (planes + [planes[0]] * 2)[:3]
-    COUNT, CENTER = len(planes), 1 << (bits - 1)
+    COUNT, (P, L, _) = len(planes), planes[-1]  # the plane of the coded bit of a trellis is the last one
 
     @T.prim_func
-    def embed_(tokens_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, out_: T.handle,
+    def embed_(tokens_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle, out_: T.handle,
                tokens: T.int32, columns: T.int32, chunks: T.int32, groups: T.int32, group: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
-        nt, nq, ns, nz, no = T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
+        nt, nq, ns, nz, nu, no = T.int32(), T.int32(), T.int32(), T.int32(), T.int32(), T.int32()
         which = T.match_buffer(tokens_, (nt,), "int32")
         q = T.match_buffer(q_, (nq,), "uint32")
-        s = T.match_buffer(s_, (ns,), "float16")
-        z = T.match_buffer(z_, (nz,), "uint8")
+        s = T.match_buffer(s_, (ns,), "uint8" if weights.coded else "float16")
+        z = T.match_buffer(z_, (nz,), "int8" if weights.looked_up else "uint8")
+        u = T.match_buffer(u_, (nu,), "float16")
         out = T.match_buffer(out_, (no,), "float32")
         T.device_entry()
         part, row = T.cta_id([T.ceildiv(columns, THREADS), tokens])
@@ -36,6 +37,7 @@ def embed(bits, zero):
         lane = T.lane_id([32])
         channel: T.let = part * THREADS + warp * 32 + lane
         value = T.alloc_local((1,), "int32")
+        scale = T.alloc_local((1,), "float32")
         if channel < columns:
             token: T.let = which[row]
             base: T.let = (token // 16 * chunks + channel // 32) * (bits * 16) + token % 16
@@ -46,12 +48,29 @@ def embed(bits, zero):
                 value[0] = value[0] | number_of(q[base + (l1 + quad * p1 // 8) * 16], p1, s1, quad, byte)
             if COUNT > 2:
                 value[0] = value[0] | number_of(q[base + (l2 + quad * p2 // 8) * 16], p2, s2, quad, byte)
-            at: T.let = (token // 16 * groups + T.if_then_else(group > 0, channel // T.max(group, 1), 0)) * 16 + token % 16
-            if zero:
+            place: T.let = token // 16 * groups + T.if_then_else(group > 0, channel // T.max(group, 1), 0)
+            at: T.let = place * 16 + token % 16
+            if weights.ring:
+                line: T.let = base - token % 16 + (L + quad * P // 8) * 16
+                near: T.let = q[line + (token + 1) % 16] ^ q[line + (token + 15) % 16]
+                value[0] = value[0] | number_of(near, 1, bits, 0, byte + quad * P % 8)
+            if weights.looked_up:
+                value[0] = T.Cast("int32", z[token // 16 * weights.entries + value[0]])
+            elif weights.halves:
+                value[0] = value[0] * 2 - weights.constant_zero
+            elif weights.zero:
                 value[0] = value[0] - T.Cast("int32", z[at])
             else:
-                value[0] = value[0] - CENTER
-            out[row * columns + channel] = T.Cast("float32", value[0]) * T.Cast("float32", s[at])
+                value[0] = value[0] - weights.constant_zero
+            if weights.coded:
+                code: T.let = T.Cast("uint32", s[place * 8 + token % 8]) >> T.Cast("uint32", token % 16 // 8 * 4)
+                share: T.let = T.reinterpret("float32", T.uint32(ONE) - ((code & T.uint32(15)) << T.uint32(QUARTER)))
+                scale[0] = share * T.Cast("float32", u[token // 16 * 16 + token % 16])
+            else:
+                scale[0] = T.Cast("float32", s[at])
+            if weights.halves:
+                scale[0] = scale[0] * T.float32(0.5)
+            out[row * columns + channel] = T.Cast("float32", value[0]) * scale[0]
 
     return embed_
 

@@ -19,7 +19,16 @@ from edgeq.targets.cuda.arguments.products import FusedArguments, FusedBlockArgu
 from edgeq.targets.cuda.arguments.weights import LAYER, RMS, LowRankPartArguments, NormArguments
 from edgeq.targets.cuda.lowering.attention import layer_of_cache, rotary
 from edgeq.targets.cuda.lowering.context import FACTORS, Input, Launch, Lowered, Lowering, Output
-from edgeq.targets.cuda.lowering.linear import NO_NORM, launches_of, low_rank, low_rank_part, prepared, stored
+from edgeq.targets.cuda.lowering.linear import (
+    NO_NORM,
+    PARAMETERS,
+    beside,
+    launches_of,
+    low_rank,
+    low_rank_part,
+    prepared,
+    stored,
+)
 from edgeq.targets.cuda.lowering.quantize_input import input_quantizer
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import (
@@ -213,18 +222,17 @@ def launched(
         )
         if index is not None:
             moved["scale"] = (FACTORS, index)
-    blocks, codecs = list[FusedBlockArguments](), list[int | bool]()
+    blocks, codecs = list[FusedBlockArguments](), list[int | bool | str]()
     quantizers = [input_quantizer(lowering, layer, place, lowering.mode_of(op)) for place in range(len(layer.weights))]
     for weight, quantizer, suffix in zip(layer.weights, quantizers, ("", "2"), strict=False):
         codec, group = weight.codec, quantizer.group
-        codecs += [codec.bits, not codec.symmetric, quantizer.integer, group]
+        codecs += [codec.bits, beside(codec), quantizer.integer, group]
         blocks.append(FusedBlockArguments(
             weight=stored(lowering, weight), limit=quantizer.limit, columns=weight.columns,
             groups=-(-weight.columns // group), stride=1 if codec.group_size else 0,
         ))  # fmt: skip
         if index is not None:
-            names = {"q": "q", "scale": "s", "zero": "z"}
-            moved |= {names[name] + suffix: ref for name, ref in weight.arrays.items()}
+            moved |= {PARAMETERS[name] + suffix: ref for name, ref in weight.arrays.items()}
     rule = quantizers[-1]
     reads = replace(reads, scales=rule.scales, modality=rule.modality, kinds=rule.kinds, symmetric=int(rule.symmetric))
     arguments = FusedArguments(

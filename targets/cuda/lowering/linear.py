@@ -38,6 +38,8 @@ LOW_RANK_TOKENS, LOW_RANK_CHANNELS, LOW_RANK_SHARES, BLOCK_ROWS = 8, 256, 16, 16
 most; output channels."""
 FLOAT_KINDS = {"f16": 1, "bf16": 2, "f32": 3}
 NO_NORM = NormArguments()
+PARAMETERS = {"q": "q", "scale": "s", "zero": "z", "table": "z", "super_scale": "u"}
+"""Arrays of integer codecs, and the parameters of kernels that take their addresses."""
 
 
 def linear(lowering: Lowering, op: Linear) -> Sequence[Lowered]:
@@ -217,9 +219,8 @@ def integer_product(
         has_bias=int(bias is not None),
         add=int(out.add),
     )
-    literals = (codec.bits, not codec.symmetric, quantizer.integer, group)
-    names = {"q": "q", "scale": "s", "zero": "z"}
-    moved = {} if index is None else {names[name]: ref for name, ref in weight.arrays.items()}
+    literals = (codec.bits, beside(codec), quantizer.integer, group)
+    moved = {} if index is None else {PARAMETERS[name]: ref for name, ref in weight.arrays.items()}
     matvec, matmul = Variant("matvec", literals), Variant("matmul", literals)
     launch = Launch(op, lowering.stage, matvec, arguments, matmul, reads_weights=True, moved=moved)
     if x.made and lowering.holds("quantize_input", (*x.made, x.address, quantizer)):
@@ -242,12 +243,14 @@ def float_product(
 
 
 def stored(lowering: Lowering, weight: Weight) -> WeightArguments:
-    return WeightArguments(
-        q=lowering.storage.array(weight.arrays["q"]),
-        s=lowering.storage.array(weight.arrays["scale"]) if "scale" in weight.arrays else 0,
-        z=lowering.storage.array(weight.arrays["zero"]) if "zero" in weight.arrays else 0,
-        chunks=-(-weight.columns // CHUNK),
-    )
+    addresses = dict.fromkeys(PARAMETERS.values(), 0)
+    addresses |= {PARAMETERS[name]: lowering.storage.array(ref) for name, ref in weight.arrays.items()}
+    return WeightArguments(**addresses, chunks=-(-weight.columns // CHUNK))
+
+
+def beside(codec: Codec) -> bool | str:
+    """The literal of kernels that says what lies beside the integers of a codec (kernels/weights.py)."""
+    return launches_of(codec).beside or not codec.symmetric
 
 
 def integer_rows(lowering: Lowering, op: Embed, weight: Weight) -> Launch:
@@ -256,7 +259,7 @@ def integer_rows(lowering: Lowering, op: Embed, weight: Weight) -> Launch:
         weight=stored(lowering, weight), which=lowering.sent("tokens"), out=lowering.buffer(op.out), columns=weight.columns,
         groups=codec.groups(weight.columns), group=codec.group_size,
     )  # fmt: skip
-    return Launch(op, lowering.stage, Variant("embed", (codec.bits, not codec.symmetric)), arguments)
+    return Launch(op, lowering.stage, Variant("embed", (codec.bits, beside(codec))), arguments)
 
 
 def float_rows(lowering: Lowering, op: Embed, weight: Weight) -> Launch:
@@ -272,6 +275,7 @@ class CodecLaunches:
     product      the launches of y = W x, as `integer_product` takes them
     arrays       those of a weight that the kernels read
     rows         the launch that looks rows up, for an embedding
+    beside       what kernels are told lies beside its integers (kernels/weights.py); none: nothing, or zero points
     fused        whether launches of patterns (fused.py) read such weights
     requantize   the kernel that rounds a master of one codec to another; None: there is none
     """
@@ -279,6 +283,7 @@ class CodecLaunches:
     product: Callable[..., list[Launch]]
     arrays: frozenset[str]
     rows: Callable[[Lowering, Embed, Weight], Launch]
+    beside: str = ""
     fused: bool = False
     requantize: Callable[[Codec, Codec], Variant] | None = None
 
@@ -298,6 +303,12 @@ CODECS: Mapping[Kind, CodecLaunches] = {
         integer_rows,
         fused=True,
         requantize=integer_requantize,
+    ),
+    "half": CodecLaunches(integer_product, frozenset({"q", "scale"}), integer_rows, "half", fused=True),
+    "s4": CodecLaunches(integer_product, frozenset({"q", "scale", "super_scale"}), integer_rows, "s4", fused=True),
+    "table": CodecLaunches(integer_product, frozenset({"q", "scale", "table"}), integer_rows, "table", fused=True),
+    "trellis": CodecLaunches(
+        integer_product, frozenset({"q", "scale", "super_scale", "table"}), integer_rows, "trellis", fused=True
     ),
 }
 

@@ -21,7 +21,7 @@ Scalars = Mapping[str, int | float]
 
 POINTER, SCALARS = "pointer", ("int32", "int64", "float32")
 MAX_DEPTH = 32
-MAX_PARAMETERS = 64
+MAX_PARAMETERS = 80
 MAX_LITERALS = 16
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 DAMAGED = "a stored kernel is damaged; delete it, and it is generated again"

@@ -58,6 +58,19 @@ def test_shuffles() -> None:
     assert np.array_equal(result[64:], lanes // 32 * 32 + 3)
 
 
+def test_bytes_that_a_selector_names() -> None:
+    """Written out: bytes 0 to 3 are of the first word, 4 to 7 of the second, and 8 more is the sign of one over and over."""
+    inline = """
+__forceinline__ __device__ void prmt(uint& d, uint a, uint b, uint c) {
+  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+}
+"""
+    body = "uint d; prmt(d, in[0], in[1], in[2 + threadIdx.x]); out[threadIdx.x] = d;"
+    words = [0x33221180, 0x77665544, 0x3210, 0x7531, 0x6420, 0x9008, 0xFFFF0047]
+    result = run(kernel(body, 32, "bytes", inline), np.array(words + [0] * 27, np.uint32), 32)
+    assert result[:5].tolist() == [0x33221180, 0x77553311, 0x66442280, 0x008080FF, 0x80804477]
+
+
 def test_the_fragments_of_an_mma() -> None:
     """Against the matrices, with the layout of the PTX manual written out: A 16 x 16 by row, B 16 x 8 by column."""
     rng = np.random.default_rng(0)

@@ -112,6 +112,16 @@ template <typename T> T atomicAdd(T *address, T value) {
 inline void __threadfence() { emulated_fence(); }
 inline void ptx_add_rn_f32(float &d, float a, float b) { d = a + b; }
 inline void ptx_sub_rn_f32(float &d, float a, float b) { d = a - b; }
+// Each of the four bytes is that of the eight of a and b which four bits of the selector name, or its sign over and over.
+inline void ptx_prmt_b32(uint32_t &d, uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t found = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t which = selector >> 4 * i & 15, byte = uint32_t(bytes >> 8 * (which & 7)) & 255;
+    found |= (which & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+  }
+  d = found;
+}
 inline void ptx_prefetch_global_L2(const void *) {}
 inline void ptx_mul_rn_f32(float &d, float a, float b) { d = a * b; }
 inline void ptx_fma_rn_f32(float &d, float a, float b, float c) { d = __builtin_fmaf(a, b, c); }

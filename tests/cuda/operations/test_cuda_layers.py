@@ -133,6 +133,23 @@ def test_rows_of_a_tied_head_of_floats(arrays: Arrays, kind: str, width: int) ->
     assert np.array_equal(y, oracle)
 
 
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Codec("int", 3, 16, False), Codec("half", 7, 0), Codec("half", 2, 16), Codec("s4", 5, 32), Codec("table", 1, 32),
+        Codec("table", 4, 0, wide=True), *(Codec("trellis", bits, 16) for bits in (1, 2, 3)),
+    ],
+    ids=lambda codec: codec.name,
+)  # fmt: skip
+def test_rows_of_a_tied_head_have_the_numbers_of_its_codec(arrays: Arrays, codec: Codec) -> None:
+    """All products are exact in float32."""
+    head = LinearSpec("head", (weight(arrays, np.random.default_rng(0), codec, 37, 75),))
+    last = Select(-1, ("x",)), Linear(-1, "x", identity(arrays, 75), "y")
+    graph = Graph({"x": 75, "y": 75}, (Embed(-1, head, "x"), *last), "y", (CacheSpec(1, 2, 2),))
+    oracle, y = both(graph, arrays, 37)
+    assert np.array_equal(y, oracle) and oracle.any(axis=1).all()
+
+
 @pytest.mark.parametrize("add", [False, True])
 def test_vectors_that_rows_bring(arrays: Arrays, x: np.ndarray, add: bool) -> None:
     graph = shown(arrays, x, [InjectVectors(0, "x"), InjectVectors(0, "x", WIDTH, add)], "x", {"x": WIDTH, "_dim": 2})

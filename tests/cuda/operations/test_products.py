@@ -23,11 +23,27 @@ SHARE = [
     (Codec("int", 4, 128, False), False),
     (Codec("int", 4, 128, False), True),
     (Codec("int", 3, 16, True), False),
+    (Codec("s4", 2, 32), True),
+    (Codec("trellis", 2, 32), False),
 ]
 """What `make test` runs; the rest is for `make test-cuda`."""
 ALL = [
     (Codec("int", bits, group, symmetric), integer)
     for bits, group, symmetric, integer in itertools.product(range(2, 9), (16, 32, 64, 128, 0), (True, False), (True, False))
+]
+OTHERS = [
+    *(Codec("half", bits, group) for bits, group in zip(range(2, 9), (16, 32, 0, 128, 64, 32, 16), strict=True)),
+    *(Codec("s4", bits, group) for bits, group in ((2, 32), (3, 16), (4, 128), (8, 32))),
+    *(Codec("table", bits, group, wide=group == 16) for bits in range(1, 5) for group in (16, (64, 32, 128, 0)[bits - 1])),
+    *(Codec("trellis", bits, group) for bits in range(1, 4) for group in (16, (128, 32, 64)[bits - 1])),
+]
+"""What else lies beside integers, in all that changes how they are read: their bits, and whether groups have 16 channels; of
+bytes and f16 one in turn, and of what `make test` runs both."""
+ALL += [
+    (codec, integer)
+    for i, codec in enumerate(OTHERS)
+    for integer in (False, True)
+    if integer == bool(i % 2) or codec in [share[0] for share in SHARE]
 ]
 
 

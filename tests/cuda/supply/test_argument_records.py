@@ -98,12 +98,12 @@ def test_records_within_a_record_have_their_names_in_it() -> None:
     assert arguments.by_name == {"wanted": 9, "x": 1, "out": 2, "width": 3, "x2": 4, "out2": 5, "width2": 6}
     assert parameters(SelectArguments).keys() == arguments.by_name.keys() | {"tokens"}
 
-    weight = WeightArguments(q=1, s=2, z=3, chunks=4)
+    weight = WeightArguments(q=1, s=2, z=3, u=4, chunks=5)
     pair = PairArguments(x=5, weight=weight)
-    assert pair.by_name == {"x": 5, "q": 1, "s": 2, "z": 3, "chunks": 4}
-    assert replace(pair, second=weight).by_name == {**pair.by_name, "q2": 1, "s2": 2, "z2": 3, "chunks2": 4}
+    assert pair.by_name == {"x": 5, "q": 1, "s": 2, "z": 3, "u": 4, "chunks": 5}
+    assert replace(pair, second=weight).by_name == {**pair.by_name, "q2": 1, "s2": 2, "z2": 3, "u2": 4, "chunks2": 5}
     assert parameters(PairArguments) == {
-        **dict.fromkeys(("x", "q", "s", "z", "q2", "s2", "z2"), POINTER), "chunks": "int32", "chunks2": "int32",
+        **dict.fromkeys(("x", "q", "s", "z", "u", "q2", "s2", "z2", "u2"), POINTER), "chunks": "int32", "chunks2": "int32",
     }  # fmt: skip
 
 

@@ -27,6 +27,9 @@ ATTENDED = (20, 80, 100, 128, 256)
 """Two of these have no whole words of 16 bytes, one an odd number of chunks; the last three take the most registers."""
 INPUTS = [Variant("quantize_input", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
 EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, True)]
+EMBEDS += [
+    Variant("embed", each) for each in ((7, "half"), (2, "s4"), (1, "table"), (4, "table"), (2, "trellis"), (3, "trellis"))
+]
 FUNCTIONS = (
     "rms_norm", "layer_norm", "head_norm", "scale", "inject", "select", "rope", "cache_write", "cache_write_int8",
     "cache_write_int4", "arrange", "butterflies", "split_row", "add_squares", "route", "scatter", "gather_add",
@@ -38,6 +41,7 @@ CODECS = [
     *((4, False, integer, group) for integer in (False, True) for group in (16, 32, 64, 128)),
     (2, True, True, 32),
     (8, True, True, 64),
+    (3, "trellis", False, 128),
 ]
 TWO = (4, False, True, 128, 8, False, False, 128)
 FUSED = [
