@@ -33,7 +33,7 @@ class Budget:
                 the file; read: bytes read to decode one token, without the cache; kl: mean KL divergence from the source in
                 nats; seconds: of a token on this machine, as its decode times have it
     amount      the number; at 0 or below nothing can be met
-    half_grids  whether these are among the codecs to choose from: GPUs have no kernels for them
+    half_grids  whether these are among the codecs to choose from
     trellises   the same of those
     """
 

@@ -43,9 +43,8 @@ def resolved(options: dict[str, Any], device: DeviceSpec | None) -> dict[str, An
 def _budget(name: str, value: float, device: DeviceSpec | None) -> Budget:
     if name == "speed":
         return Budget.of_speed(device, value)
-    on_cpu = device is None or not device.gpu
     unit = "bits" if name == "average_bits" else name
-    return Budget(unit, value, half_grids=on_cpu, trellises=on_cpu)  # type: ignore[arg-type]
+    return Budget(unit, value)  # type: ignore[arg-type]
 
 
 def decode_here(plan: ConversionPlan, output: Path | None) -> AllocationsHere:
