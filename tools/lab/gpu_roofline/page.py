@@ -22,6 +22,7 @@ from edgeq.runtime.network.decoder import decoder
 from edgeq.system.devices import DEVICES, DeviceSpec
 from edgeq.targets.cuda.supply.nvrtc import COMPILED_FOR
 from edgeq.targets.target import Options
+from edgeq.tools.lab.gpu_roofline.codecs import codecs_section
 from edgeq.tools.lab.gpu_roofline.prediction import (
     BETTER,
     BOARD_HOST,
@@ -297,6 +298,7 @@ line of L2, and that the prefetches are not dropped. At the end of the product l
 | device | model | product | blocks of threads | held | output channels of each | rounds ahead | KB asked | KB needed | share |
 |---|---|---|---|---|---|---|---|---|---|"""
     yield from (line(name, each) for name, found in shapes.items() for each in found.asked)
+    yield from codecs_section()
     yield f"""
 ## What drafts and 8-bit activations gain
 
