@@ -54,7 +54,7 @@ def convert(
     calibration_length: int | None = None,
     budget: Budget | None = None,
     allocation: Mapping[str, str] | None = None,
-    pooling: Literal["last", "mean"] | None = None,
+    pooling: Literal["last", "mean", "cls"] | None = None,
     merge_lora: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     mmproj: str | os.PathLike[str] | None = None,

@@ -33,7 +33,7 @@ from edgeq.runtime.network.vision import Tower
 from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Processor, Sampling
-from edgeq.runtime.session.context_size import cache_bytes, choose_context
+from edgeq.runtime.session.context_size import cache_bytes, choose_context, whole_texts
 from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.runtime.session.requantize import NEVER, Requantization, SessionRequantizer, chosen
 from edgeq.runtime.session.runs import RowOrder
@@ -84,6 +84,7 @@ class Model:
         check_image_tokens(self.config, image_tokens)
         # Its buffers do not depend on the context, only rotary frequencies do.
         graph = decoder(file.metadata)
+        options, context = whole_texts(self.config, options, context)
         if self.requantization:
             # Refused here, so that no target compiles first.
             shared_inputs(graph)
@@ -243,7 +244,7 @@ class Model:
     def prompts(self) -> PromptReader:
         return PromptReader(self.file, self.pictures, lambda: self.text, lambda: self.template)
 
-    @property
+    @cached_property
     def embedder(self) -> Embedder:
         """What reads texts for `embed`.  InputError: the model continues texts."""
         parts = self.session, self.config, self.program.options, self.prefill_rate
@@ -282,7 +283,7 @@ class Model:
             requantizer = SessionRequantizer(cast(Requantizable, self.program), self.requantization, self._lock)
         session = Session(
             self.program, self.config.vocab_size, self.context, self._lock, prefill_rate=self.prefill_rate, origin=self._origin,
-            requantizer=requantizer, registry=self._sessions, pictures=self.pictures,
+            requantizer=requantizer, registry=self._sessions, pictures=self.pictures, ranges=self.config.ranges,
         )  # fmt: skip
         session.row_order = self._row_order
         return session

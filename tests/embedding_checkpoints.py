@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS = {"query": "Instruct: find what answers\nQuery: ", "document": ""}
-MODES = {"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens"}
+MODES = {"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
 def write_settings(
@@ -17,6 +17,7 @@ def write_settings(
     *,
     normalize: bool = True,
     prompts: dict[str, str] | None = None,
+    width: int = 128,
     **settings: Any,
 ) -> None:
     """modules.json and what it names, as sentence-transformers wrote them up to version 5.0."""
@@ -28,8 +29,8 @@ def write_settings(
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    switches = {name: name == MODES[pooling] for name in (*MODES.values(), "pooling_mode_cls_token")}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 128, **switches}))
+    switches = {name: name == MODES[pooling] for name in MODES.values()}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": width, **switches}))
     written = {"prompts": prompts or {}, "default_prompt_name": None, "similarity_fn_name": "cosine", **settings}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(written))
 

@@ -207,8 +207,9 @@ class BlockForward(TokenForward):
         return self.compute.batches(self.hidden)
 
     def attention_arguments(self, layer: int) -> dict[str, Any]:
-        """Rotary tables and the mask: causal, and only the last `window` positions where the layer has a window."""
-        config, mask = self.config, self.compute.put(causal(self.hidden.shape[1], self.config.window(layer)))
+        """Rotary tables and the mask: causal or both ways, and only `window` positions where the layer has a window."""
+        config = self.config
+        mask = self.compute.put(visible(self.hidden.shape[1], config.window(layer), config.bidirectional))
         turns = self._angles[config.layer_rope(layer), config.heads_of(layer).head_dim]
         return {"position_embeddings": turns, "attention_mask": mask}
 
@@ -290,9 +291,13 @@ def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:
     return torch.cat(rows)[inverse] * config.embedding_multiplier
 
 
-def causal(length: int, window: int) -> Tensor:
-    """Mask bool [1, 1, length, length]: a token sees itself and those before it, the last `window` of them; 0: all."""
+def visible(length: int, window: int, bidirectional: bool = False) -> Tensor:
+    """Mask bool [1, 1, length, length]: a token sees itself and those before it, the last `window` of them; 0: all.
+
+    bidirectional   and as many after it
+    """
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    distance = distance.abs() if bidirectional else distance
     return ((distance >= 0) & (distance < window if window else True))[None, None]
 
 

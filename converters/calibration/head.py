@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import LOGIT_BYTES, Compute
 from edgeq.converters.calibration.moments import Moments
@@ -75,6 +75,24 @@ def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
 def beginnings(states: Tensor, pooling: str) -> Tensor:
     """The vector of every beginning of a row, from its states float32 [rows, tokens, hidden]; of the same shape."""
     return states if pooling == "last" else states.cumsum(1) / torch.arange(1, states.shape[1] + 1)[:, None]
+
+
+def vectors(states: Tensor, config: ModelConfig, tensors: Tensors) -> Tensor:
+    """The vectors of all beginnings of rows, or where tokens see both ways of whole rows alone, [rows, beginnings, channels].
+
+    states   float32 [rows, tokens, hidden]
+
+    They are not normalized.
+    """
+    pooling = config.pooling
+    assert pooling is not None
+    x = states[:, :1] if pooling.kind == "cls" else beginnings(states, pooling.kind)
+    x = x[:, -1:] if config.bidirectional else x
+    for index, layer in enumerate(pooling.dense):
+        bias = torch.from_numpy(tensors.whole(f"dense.{index}.bias")) if layer.bias else None
+        x = nn.functional.linear(x, torch.from_numpy(tensors.whole(f"dense.{index}.weight")), bias)
+        x = torch.tanh(x) if layer.activation == "tanh" else x
+    return x
 
 
 def head_slabs(read: RowReader, config: ModelConfig, tokens: int) -> Iterator[NDArray[np.float32]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeq.converters.calibration.compute import BATCH_ROWS
 from edgeq.converters.calibration.forward import BlockForward, token_activations
-from edgeq.converters.calibration.head import beginnings, capped, last_norm
+from edgeq.converters.calibration.head import capped, last_norm, vectors
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
@@ -111,14 +111,13 @@ def stream_logits(
 def pooled_vectors(
     network: Network, tokens: NDArray[np.int64], on_progress: Callable[[float, float, str], None]
 ) -> NDArray[np.float32]:
-    """Vectors of windows of tokens [windows, length] by a model that embeds texts, float32 [windows, hidden], not normalized.
+    """Vectors of windows of tokens [windows, length] by a model that embeds texts, float32 [windows, channels], not normalized.
 
     Arguments and errors are those of `stream_logits`.
     """
-    assert network.config.pooling is not None
     total = network.config.num_hidden_layers * _layer_weights(network)
     states = _states(network, tokens, network.checkpoint, lambda done, label: on_progress(done, total, label))
-    found: NDArray[np.float32] = beginnings(states, network.config.pooling.kind)[:, -1].numpy()
+    found: NDArray[np.float32] = vectors(states, network.config, network.checkpoint)[:, -1].numpy()
     return found
 
 

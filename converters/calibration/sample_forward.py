@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.forward import CalibrationBatch, TokenForward, causal, embedded
+from edgeq.converters.calibration.forward import CalibrationBatch, TokenForward, embedded, visible
 from edgeq.converters.calibration.samples import PictureSample
 from edgeq.converters.calibration.torch_decoder import angles_at
 from edgeq.converters.checkpoint.slabs import Tensors
@@ -57,7 +57,7 @@ class SampleForward(TokenForward):
             if rope is not None:
                 at = torch.from_numpy(positions(sample.places, 0, length, rope.axes)).long()
                 angles = angles_at(rope, config.head_dim, at)
-            mask = causal(length, config.window(index))
+            mask = visible(length, config.window(index))
             yield CalibrationBatch(x, {"position_embeddings": angles, "attention_mask": mask}, visual)
 
     def passed(self, index: int) -> None:

@@ -153,10 +153,8 @@ class StagedLayer(Staged):
             return
         layer = self._layer
         for batch in self._forward.batches(self._index):
-            x = self._forward.compute.put(batch.x)
-            x += layer.attention_output_norm(layer.self_attn(layer.input_layernorm(x), **batch.attention))
             # The hidden states are advanced in place.
-            batch.x.copy_(x)
+            batch.x.copy_(layer.to_mlp(self._forward.compute.put(batch.x), **batch.attention))
         self._passed = True
 
     @torch.no_grad()

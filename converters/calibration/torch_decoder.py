@@ -322,18 +322,24 @@ class DecoderLayer(nn.Module):
         self.mlp_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
         self.rows = TorchRows(config) if config.hidden_size_per_layer_input else None
         self.layer_scalar = Gain(1) if config.layer_scalars else None
+        # Whether attention and the MLP add to the norm that they read.
+        self.norms_stream = config.norms_stream(index), config.norms_stream(index, mlp=True)
 
     def forward(self, hidden_states: Tensor, rows: Tensor | None = None, **attention: Any) -> Tensor:
         """`rows`: what the layer has for the tokens [rows, tokens, size];  `attention`: the arguments of TorchAttention."""
-        normed = self.input_layernorm(hidden_states)
-        attended = self.self_attn(normed, **attention)
         if self.parallel != "none":
-            both: Tensor = attended + self.mlp(
-                normed if self.parallel == "one_norm" else self.post_attention_layernorm(hidden_states)
-            )
+            normed = self.input_layernorm(hidden_states)
+            other = normed if self.parallel == "one_norm" else self.post_attention_layernorm(hidden_states)
+            both: Tensor = self.self_attn(normed, **attention) + self.mlp(other)
             return hidden_states + both
-        x = hidden_states + self.attention_output_norm(attended)
-        return self.after_attention(x, rows)
+        return self.after_attention(self.to_mlp(hidden_states, **attention), rows)
+
+    def to_mlp(self, x: Tensor, **attention: Any) -> Tensor:
+        """The stream that attention was added to, of a layer whose MLP comes after it."""
+        normed = self.input_layernorm(x)
+        attended = self.attention_output_norm(self.self_attn(normed, **attention))
+        found: Tensor = (normed if self.norms_stream[0] else x) + attended
+        return found
 
     def mlp_input(self, x: Tensor) -> Tensor:
         """What the MLP reads of the stream after attention."""
@@ -342,7 +348,8 @@ class DecoderLayer(nn.Module):
 
     def after_attention(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of a layer whose MLP comes after its attention, from the stream that attention was added to."""
-        result: Tensor = x + self.mlp_output_norm(self.mlp(self.mlp_input(x)))
+        read = self.mlp_input(x)
+        result: Tensor = (read if self.norms_stream[1] else x) + self.mlp_output_norm(self.mlp(read))
         if self.rows is not None:
             assert rows is not None
             result = result + self.rows(result, rows)

@@ -29,7 +29,7 @@ class NamedTensor:
 
     stored  the tensor that it is, or begins in after `skipped` values; of a transposed one after as many columns
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
-    first   a tensor that is added to the first row
+    first   a tensor that is added to the first row;  every: a row that is added to all
     merged  factors of an adapter whose product is added, and which of its rows is the first here
     factor, order, transposed, matrix   as of TensorSource
     parts   of several tensors, whose rows follow one another; `stored` is that of the first
@@ -41,6 +41,7 @@ class NamedTensor:
     added: float = 0.0
     name: str = ""
     first: NamedTensor | None = None
+    every: NamedTensor | None = None
     merged: tuple[Factors, int] | None = None
     factor: float = 1.0
     order: Sequence[int] = ()
@@ -78,6 +79,7 @@ class TensorSource:
     shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
     added   a constant that is not in the stored values
     first   name of a vector that is added to the first row; "": none
+    every   a matrix of one row that is added to all rows
     factor  every stored value is multiplied by it
     order   which rows of the stored tensor are those meant, where they do not follow one another; empty: they do
     transposed   the stored matrix has the rows meant as columns, from column `row` on;  matrix: which it is of several
@@ -97,11 +99,13 @@ class TensorSource:
     matrix: int = 0
     parts: tuple[TensorSource, ...] = ()
     otherwise: TensorSource | None = None
+    every: TensorSource | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Those of all tensors that are read for it."""
-        return tuple(name for each in self.parts for name in each.names) or (self.name, self.first)
+        every = self.every.names if self.every else ()
+        return tuple(name for each in self.parts for name in each.names) or (self.name, self.first, *every)
 
 
 class Checkpoint:
@@ -200,8 +204,9 @@ class Checkpoint:
         skipped = tensor.skipped + source.row * (1 if source.transposed else math.prod(source.shape[1:]))
         first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
         merged = (tensor.merged[0], source.row) if tensor.merged else None
+        every = self._meant(source.every) if source.every else None
         return NamedTensor(
-            tensor.stored, source.shape, skipped, source.added, source.name, first, merged,
+            tensor.stored, source.shape, skipped, source.added, source.name, first, every, merged,
             source.factor, source.order, source.transposed, source.matrix,
         )  # fmt: skip
 
@@ -234,6 +239,8 @@ class Checkpoint:
         values = self._read(tensor, tensor.name or name, start, stop)
         if tensor.first is not None and start == 0 < stop:
             values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
+        if tensor.every is not None:
+            values = values + self._rows(tensor.every, tensor.every.name, 0, 1)
         if tensor.merged is not None:
             factors, row = tensor.merged
             places = list(tensor.order[start:stop]) if tensor.order else slice(row + start, row + stop)
@@ -318,8 +325,10 @@ def _dtype(tensor: NamedTensor, name: str) -> str:
         raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
     if tensor.first is not None and tensor.first.dtype not in FLOATS:
         raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
+    if tensor.every is not None:
+        _dtype(tensor.every, tensor.every.name)
     exact = abs(math.frexp(tensor.factor)[0]) == 0.5
-    return "f32" if tensor.added or tensor.first or not exact else FLOATS[tensor.dtype]
+    return "f32" if tensor.added or tensor.first or tensor.every or not exact else FLOATS[tensor.dtype]
 
 
 def _integers(tensor: NamedTensor) -> Codec | None:
@@ -332,7 +341,7 @@ def _integers(tensor: NamedTensor) -> Codec | None:
         first, *others = (cast(QuantizedTensor, part.stored).order for part in tensor.parts)
         same = all(each is None if first is None else each is not None and np.array_equal(each, first) for each in others)
         return codec if same else None
-    changed = tensor.added or tensor.first or tensor.merged or tensor.factor != 1 or tensor.transposed
+    changed = tensor.added or tensor.first or tensor.every or tensor.merged or tensor.factor != 1 or tensor.transposed
     return None if changed else tensor.stored.codec
 
 

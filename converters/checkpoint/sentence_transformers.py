@@ -15,13 +15,15 @@ from typing import Any
 from edgeq.converters.checkpoint.source import CheckpointSource
 from edgeq.errors import CheckpointError, FormatError, InputError, UnsupportedError
 from edgeq.format.safetensors import read_file, read_json
-from edgeq.network.pooling import EmbeddingPrompts, Pooling
+from edgeq.network.pooling import MAX_DENSE, DenseLayer, EmbeddingPrompts, Pooling
 
 MODULES = "modules.json"
-SUPPORTED = ("Transformer", "Pooling", "Normalize")
-KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")
+KINDS = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
 """What sentence-transformers calls a pooling -> what a file does."""
 SETTINGS_FILES = "config_sentence_transformers.json", "sentence_bert_config.json"
+ACTIVATIONS = {"Identity": "none", "Tanh": "tanh"}
+"""torch's classes of what a Dense module does after its product."""
 MAX_BYTES = 1 << 20
 
 
@@ -51,7 +53,15 @@ def embedding_settings(source: CheckpointSource, asked: str | None) -> Embedding
     return EmbeddingSettings(pooling, _prompts(folder))
 
 
-def _pooling(folder: Path, config: Mapping[str, Any]) -> Pooling:
+def dense_folders(folder: Path) -> list[Path]:
+    """The folders of the Dense modules of a checkpoint, in their order.  Errors as `embedding_settings`."""
+    if not (folder / MODULES).exists():
+        return []
+    return [_inside(folder, module) for kind, module in _modules(folder) if kind == "Dense"]
+
+
+def _modules(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The kinds of the modules, and what is said of each."""
     path = folder / MODULES
     try:
         modules = json.loads(read_file(path, MAX_BYTES))
@@ -66,26 +76,64 @@ def _pooling(folder: Path, config: Mapping[str, Any]) -> Pooling:
                 f"{path}: module {module['type'][:100]} is not supported; supported: {', '.join(SUPPORTED)} of "
                 "sentence_transformers"
             )
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    after = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or any(kind != "Dense" for kind in after) or len(after) > MAX_DENSE:
         raise UnsupportedError(
-            f"{path}: {', '.join(kinds)[:200]} are not supported; supported: Transformer, Pooling, Normalize"
+            f"{path}: {', '.join(kinds)[:200]} are not supported; supported: Transformer, Pooling, at most {MAX_DENSE} Dense, "
+            "Normalize"
         )
     if modules[0].get("path"):
         raise UnsupportedError(f"{path}: the transformer is in a folder {str(modules[0]['path'])[:40]!r}; supported: beside it")
-    inside = modules[1].get("path")
+    return list(zip(kinds, modules, strict=True))
+
+
+def _inside(folder: Path, module: Mapping[str, Any]) -> Path:
+    """The folder of a module.  CheckpointError: it is not one beside modules.json."""
+    inside = module.get("path")
     # A path here could name any file of this machine.
-    if not isinstance(inside, str) or not inside or Path(inside).name != inside:
-        raise CheckpointError(f"{path}: the pooling has the path {str(inside)[:40]!r}, which is not a folder beside it")
-    settings = read_json(folder / inside / "config.json")
+    if not isinstance(inside, str) or not inside or Path(inside).name != inside or inside == "..":
+        raise CheckpointError(
+            f"{folder / MODULES}: a module has the path {str(inside)[:40]!r}, which is not a folder beside it"
+        )
+    return folder / inside
+
+
+def _pooling(folder: Path, config: Mapping[str, Any]) -> Pooling:
+    modules = _modules(folder)
+    inside = _inside(folder, modules[1][1])
+    settings = read_json(inside / "config.json")
     width = settings.get("word_embedding_dimension", settings.get("embedding_dimension"))
     if width is not None and width != config.get("hidden_size"):
-        raise CheckpointError(
-            f"{folder / inside}: pools {width} channels; hidden_size in config.json is {config.get('hidden_size')}"
-        )
-    kind = _kind(folder / inside, settings)
+        raise CheckpointError(f"{inside}: pools {width} channels; hidden_size in config.json is {config.get('hidden_size')}")
+    kind = _kind(inside, settings)
     if kind == "mean" and settings.get("include_prompt") is False:
-        raise UnsupportedError(f"{folder / inside}: include_prompt is False; a mean without the instruction is not supported")
-    return Pooling(kind, "Normalize" in kinds)
+        raise UnsupportedError(f"{inside}: include_prompt is False; a mean without the instruction is not supported")
+    dense, channels = list[DenseLayer](), config.get("hidden_size")
+    for place in dense_folders(folder):
+        dense.append(_dense(place, channels))
+        channels = dense[-1].width
+    return Pooling(kind, modules[-1][0] == "Normalize", tuple(dense))
+
+
+def _dense(folder: Path, channels: object) -> DenseLayer:
+    """A Dense module that reads so many channels."""
+    settings = read_json(folder / "config.json")
+    # "torch.nn.modules.activation.Tanh"
+    name = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    module, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    if not module.startswith("torch.nn.modules.") or kind not in ACTIVATIONS:
+        raise UnsupportedError(
+            f"{folder}: activation_function is {str(name)[:80]!r}; supported: {' and '.join(ACTIVATIONS)} of torch.nn"
+        )
+    if settings.get("in_features") != channels:
+        raise CheckpointError(f"{folder}: in_features is {settings.get('in_features')!r:.40}; what it reads has {channels}")
+    for key in ("module_input_name", "module_output_name"):
+        if settings.get(key, "sentence_embedding") != "sentence_embedding":
+            raise UnsupportedError(f"{folder}: {key} is {settings[key]!r:.40}; supported: sentence_embedding")
+    try:
+        return DenseLayer(settings.get("out_features"), settings.get("bias", True), ACTIVATIONS[kind])  # type: ignore[arg-type]
+    except FormatError as error:
+        raise CheckpointError(f"{folder}: out_features, bias: {error}") from None
 
 
 def _kind(folder: Path, settings: dict[str, Any]) -> str:
@@ -100,7 +148,8 @@ def _kind(folder: Path, settings: dict[str, Any]) -> str:
         chosen = [key.removeprefix(prefix) for key, value in settings.items() if key.startswith(prefix) and value is True]
     if len(chosen) != 1 or chosen[0] not in KINDS:
         raise UnsupportedError(
-            f"{folder}: pooling {' and '.join(chosen)[:100] or 'of no kind'} is not supported; supported: lasttoken, or mean"
+            f"{folder}: pooling {' and '.join(chosen)[:100] or 'of no kind'} is not supported; "
+            "supported: lasttoken, mean, or cls"
         )
     return KINDS[chosen[0]]
 

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.format.manifest import StackContents, layer_contents, layer_prefix, patch_contents, projector_contents, table_shapes
+from edgeq.format.manifest import (
+    StackContents,
+    dense_shapes,
+    layer_contents,
+    layer_prefix,
+    patch_contents,
+    projector_contents,
+    table_shapes,
+)
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.stack import Stack
 
@@ -73,6 +81,11 @@ IN_FLOATS = {
 TAP, EXPERT = re.compile(r"^taps\.\d+\."), re.compile(r"^experts\.\d+\.")
 
 
+def dense_tensor(name: str) -> str:
+    """The tensor of an array of `dense_shapes`."""
+    return f"{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}"
+
+
 def linear_module(part: str) -> str:
     """The module of a linear part of a decoder layer: q ... down, router, shared_gate, experts.7.gate, shared.gate ..."""
     if part in LINEARS or part in IN_FLOATS:
@@ -118,6 +131,9 @@ def mixer_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
 
 def network_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     """Those that the order of norms and linear layers allows: a gate lets a factor pass, an activation without one does not."""
+    if config.normed_residual == "all":
+        # What a norm gives is the residual too: no factor of it passes.
+        return (AFTER_VALUES, *(MLP_MAPPINGS[1:] if config.gated else ()))
     readers = ("gate", "up") if config.gated else ("up",)
     mixer, down = mixer_mappings(config), MLP_MAPPINGS[1:] if config.gated else ()
     if config.parallel_blocks == "one_norm":
@@ -157,6 +173,7 @@ class FamilyDescription:
                several that fit the first is taken
     unused     whether a tensor that is left over is one that the network does not read
     text_alone a model that sees, whose decoder alone is converted: keys of that are in `text_config`, and the tower is `unused`
+    headless   it embeds texts, whatever its name ends in: there is a pooling
     variants   the same architecture around another decoder: its description by the configuration
     """
 
@@ -175,6 +192,7 @@ class FamilyDescription:
     renamed: Mapping[str, str] = field(default_factory=dict)
     unused: Callable[[Any, str], bool] = nothing_unused
     text_alone: bool = False
+    headless: bool = False
     variants: Callable[[Values], FamilyDescription] | None = None
 
 
@@ -264,6 +282,8 @@ class Family:
         if tables := table_shapes(config):
             shapes |= {LAYER_ROWS: tables["layer_rows"], ROW_CONTEXT: tables["row_context"]}
             shapes[ROW_CONTEXT_NORM] = (config.hidden_size_per_layer_input,)
+        for name, shape in dense_shapes(config).items():
+            shapes[dense_tensor(name)] = shape
         if not config.tie_word_embeddings and config.pooling is None:
             shapes[HEAD] = (config.vocab_size, hidden)
         for layer in layers:

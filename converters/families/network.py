@@ -37,8 +37,9 @@ def open_tensors(source: CheckpointSource, family: Family, adapter: Path | None 
         if HEAD.removesuffix(".weight") in read.factors and getattr(family.config, "tie_word_embeddings", False):
             raise UnsupportedError(f"adapter {read.name}: it changes the head, which is the embedding in this checkpoint")
         checkpoint.merge(read)
-    pools = isinstance(family.config, ModelConfig) and family.config.pooling is not None
-    checkpoint.rename({each: f"model.{each}" for each in HEADLESS} if pools else family.description.renamed)
+    pools, renamed = isinstance(family.config, ModelConfig) and family.config.pooling is not None, family.description.renamed
+    own = renamed and family.description.headless
+    checkpoint.rename(renamed if own or not pools else {each: f"model.{each}" for each in HEADLESS})
     checkpoint.arrange(family.sources())
     _check_tensors(checkpoint, family)
     return checkpoint

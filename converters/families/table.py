@@ -21,6 +21,7 @@ from edgeq.converters.families.decoders.olmo import OLMO_FAMILIES
 from edgeq.converters.families.decoders.opt import OPT_FAMILIES
 from edgeq.converters.families.decoders.qwen_next import QWEN_NEXT_FAMILIES
 from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
+from edgeq.converters.families.encoders.bert import BERT_FAMILIES
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.qwen3_vl import QWEN3_VL
@@ -34,6 +35,7 @@ from edgeq.network.stack import MAX_SIZES
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
     GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, *QWEN_NEXT_FAMILIES, *GEMMA_4_FAMILIES,
+    *BERT_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
@@ -93,8 +95,13 @@ def recognise(hf: Values, preprocessor: Values | None = None, pooling: Pooling |
             f"supported: {', '.join(FAMILIES)}"
         )
     description, vision = FAMILIES[name], None
+    if description.headless and pooling is None:
+        raise UnsupportedError(
+            f"config.json: architectures is {architectures!r:.200}: {name} has no head, and the folder no modules.json, which "
+            "says how an embedding model makes one vector of a text; give --pooling mean or --pooling cls, as its authors say"
+        )
     if pooling is not None:
-        _check_embedding(hf)
+        _check_embedding(hf, description)
     if description.variants is not None:
         with _named("config.json"):
             description = description.variants(hf)
@@ -167,8 +174,9 @@ def _object(values: Values, key: str) -> Values:
     return found
 
 
-def _check_embedding(values: Values) -> None:
-    """UnsupportedError: states of texts are computed by code of the checkpoint's own, or tokens see those after them."""
+def _check_embedding(values: Values, description: FamilyDescription) -> None:
+    """UnsupportedError: states of texts are computed by code of the checkpoint's own, or tokens see those after them, which the
+    family does not read."""
     own = values.get("auto_map")
     if isinstance(own, dict) and "AutoModel" in own:
         raise UnsupportedError(
@@ -176,7 +184,7 @@ def _check_embedding(values: Values) -> None:
             "does not run; supported: embedding models that transformers runs itself"
         )
     for key, neutral in ONE_DIRECTION.items():
-        if values.get(key) not in neutral:
+        if key not in description.defaults and values.get(key) not in neutral:
             raise UnsupportedError(
                 f"config.json: {key} is {values[key]!r:.40}: tokens see those after them; supported: decoders, whose tokens "
                 "see those before them"

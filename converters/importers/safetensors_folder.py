@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.converters.checkpoint.download import HubAccess, download, silent
+from edgeq.converters.checkpoint.sentence_transformers import dense_folders
 from edgeq.errors import CheckpointError
 from edgeq.format.codec import AnyArray, Codec
 from edgeq.format.safetensors import MAX_TENSORS, SIZES, floats, read_header, read_json, values
@@ -26,7 +27,7 @@ MAX_FILE_NAME = 255
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TEXT_FILES = ("*.json", "*.jinja")
-WEIGHT_FILES = ("model*.safetensors", "gptq_model*.safetensors")
+WEIGHT_FILES = ("model*.safetensors", "gptq_model*.safetensors", "*_Dense/model.safetensors")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -109,7 +110,17 @@ class SafetensorsFolder:
             for name in names or found:
                 header = found[name]
                 tensors[name] = ShardTensor(path, header.dtype, header.shape, header.offset)
-        self.shards = (*shards,)
+        dense = [place / SINGLE for place in dense_folders(self.folder)]
+        for index, path in enumerate(dense):
+            if not path.exists():
+                raise CheckpointError(
+                    f"{path} is missing; give the folder of a complete checkpoint, its Dense modules in safetensors"
+                )
+            for name, header in read_header(path).items():
+                # Named as in `dense_shapes`.
+                ours = f"dense.{index}.{name.removeprefix('linear.')}"
+                tensors[ours] = ShardTensor(path, header.dtype, header.shape, header.offset)
+        self.shards = (*shards, *dense)
         return tensors
 
     def files(self) -> list[Path]:

@@ -99,7 +99,7 @@ class ConvertOptions:
                       samples with pictures, as long as they are
     budget            what the allocation may take; the codec of every part is then chosen by measurement
     allocation        part (edgeq.converters.budget.parts) -> name of its codec, instead of one codec for all
-    pooling           "last" or "mean": the checkpoint embeds texts so, where it does not say that itself
+    pooling           "last", "mean" or "cls": the checkpoint embeds texts so, where it does not say that itself
     merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
     tokenizer         folder whose tokenizer.json is taken in place of the one that a GGUF file describes
     mmproj            GGUF file of the vision tower of one
@@ -140,7 +140,7 @@ class ConvertOptions:
     calibration_length: int | None = None
     budget: Budget | None = None
     allocation: Mapping[str, str] | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
     merge_lora: Path | None = None
     tokenizer: Path | None = None
     mmproj: Path | None = None

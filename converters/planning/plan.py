@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
@@ -288,7 +288,7 @@ class ConversionPlan:
         found["calibration text"] = self.calibration.sha256 if self.calibration else None
         if pooling := self.method.config.pooling:
             # In a folder of its own, beside the files above.
-            found["pooling"] = [pooling.kind, pooling.normalize]
+            found["pooling"] = [pooling.kind, pooling.normalize, *map(astuple, pooling.dense)]
         options = self.method.options.recorded()
         if self.options.allocation is not None:
             text = json.dumps(self.options.allocation)

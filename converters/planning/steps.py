@@ -10,6 +10,7 @@ from edgeq.converters.budget.part_names import TABLE
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.converters.families import EMBEDDING, HEAD, LAYER_ROWS, NORM, NORM_BIAS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM
+from edgeq.converters.families.family import dense_tensor
 from edgeq.converters.method import Method
 from edgeq.converters.planning.items import ArrayItem, BlobItem, Item
 from edgeq.converters.rounding.linears import LinearItem, Recipe
@@ -19,6 +20,7 @@ from edgeq.format.manifest import (
     FLOAT_PARTS,
     Shape,
     StackContents,
+    dense_shapes,
     layer_contents,
     layer_prefix,
     patch_contents,
@@ -60,6 +62,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
     ends: list[Item] = [stack.array("norm", "norm", NORM)]
     if config.layer_norm:
         ends.append(stack.array("norm_bias", "norm_bias", NORM_BIAS))
+    ends += [stack.array(name, "dense", dense_tensor(name)) for name in dense_shapes(config)]
     if config.pooling is None:
         activation = method.head_activation if codec else None
         source, order = EMBEDDING if tied else HEAD, None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edgeq.converters.calibration.forward import causal
+from edgeq.converters.calibration.forward import visible
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles, quantized_linears
 from edgeq.converters.methods.tuning import Tuned, installed
 from edgeq.converters.planning.plan import ConversionPlan
@@ -34,7 +34,7 @@ def tuning_seconds(plan: ConversionPlan) -> float:
     rope = config.layer_rope(0)
     found = angles(rope, config.heads_of(0).head_dim, length) if rope else None
     turns = None if found is None else (put(found[0]), put(found[1]))
-    arguments: dict[str, Any] = {"position_embeddings": turns, "attention_mask": put(causal(length, config.window(0)))}
+    arguments: dict[str, Any] = {"position_embeddings": turns, "attention_mask": put(visible(length, config.window(0)))}
     if size := config.hidden_size_per_layer_input:
         arguments["rows"] = put(torch.ones(batch, length, size))
     x = put(torch.randn(batch, length, config.hidden_size, generator=torch.Generator().manual_seed(0)))

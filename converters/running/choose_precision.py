@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import TokenForward, WholeReader
-from edgeq.converters.calibration.head import LogSumExp, beginnings, capped, head_slabs, last_norm
+from edgeq.converters.calibration.head import LogSumExp, capped, head_slabs, last_norm, vectors
 from edgeq.converters.calibration.torch_decoder import quantized_linears
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import HEAD
@@ -124,10 +124,9 @@ def choose_for_embedding(
     head, tokens = method.options.head or 8, sum(each.numel() for each in began.tokens)
     if method.mode:
         return PrecisionChoice(head, method.mode, {"tokens": tokens})
-    assert config.pooling is not None
     norm = last_norm(config, tensors)
     exact, rounded = (
-        [beginnings(norm(states), config.pooling.kind) for states in _outputs(each, method, stored, given, share)]
+        [vectors(norm(states), config, tensors) for states in _outputs(each, method, stored, given, share)]
         for each, given, share in (
             (began, None, lambda share: on_share(share / 2)),
             (forward(), codecs, lambda share: on_share((1 + share) / 2)),

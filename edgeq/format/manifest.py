@@ -154,12 +154,23 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["embedding"] = (config.vocab_size, config.hidden_size)
     if config.rope.kind == "learned":
-        shapes["positions"] = (config.max_position_embeddings, config.hidden_size)
+        shapes["positions"] = (config.segments * config.max_position_embeddings, config.hidden_size)
     if config.hidden_size_per_layer_input:
         shapes["row_context_norm"] = (config.hidden_size_per_layer_input,)
+    shapes |= dense_shapes(config)
     for part in _parts(config):
         shapes.update({name: shape for name, shape in part.items() if isinstance(shape, tuple)})
     return shapes | _norm(config, "norm")
+
+
+def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the dense layers that vectors of texts go through, and of their biases."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.pooling is not None:
+        sizes = config.pooling.shapes(config.hidden_size)
+        for index, (layer, shape) in enumerate(zip(config.pooling.dense, sizes, strict=True)):
+            shapes |= {f"dense.{index}": shape} | ({f"dense.{index}_bias": shape[:1]} if layer.bias else {})
+    return shapes
 
 
 def table_shapes(config: ModelConfig) -> dict[str, Shape]:

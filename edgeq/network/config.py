@@ -25,6 +25,7 @@ MAX_VISION_SIZES = {
     "out_hidden_size": MAX_SIZES["hidden_size"],
 }
 MAX_POSITIONS = 1 << 20
+MAX_SEGMENTS = 2
 MAX_CHANNELS = 1 << 20
 """The widest row of a tower: pixels of a patch, and patches that are joined."""
 PROJECT_NORMS = ("patch", "joined", "none")
@@ -103,7 +104,7 @@ class VisionConfig(Stack):
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
-        norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads"
+        norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads" or self.normed_residual != "none"
         attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
         if (
             attention
@@ -114,9 +115,9 @@ class VisionConfig(Stack):
             or (self.hidden_size_per_layer_input)
         ):
             raise UnsupportedError(
-                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, conv_layers, "
-                "delta_net, attention_gate, attention_sinks, layer_scalars, hidden_size_per_layer_input, value_norm, "
-                "num_kv_shared_layers or heads of several shapes is not supported"
+                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, "
+                "normed_residual, conv_layers, delta_net, attention_gate, attention_sinks, layer_scalars, "
+                "hidden_size_per_layer_input, value_norm, num_kv_shared_layers or heads of several shapes is not supported"
             )
 
     def _check_positions(self) -> None:
@@ -206,6 +207,9 @@ class ModelConfig(Stack):
     final_logit_softcapping   logits z become it * tanh(z / it); None: they stay (Gemma 4)
     vision                  the tower and projector that give it pictures; None: it reads text alone
     pooling                 it has no head and embeds texts; None: it continues them
+    segments                tables of learned positions, one after another: tokens of the second text of a pair have theirs in
+                            the second one (BERT)
+    bidirectional           tokens see those after them too; a sliding window reaches as far on both sides (EmbeddingGemma)
     """
 
     model_type: str
@@ -216,9 +220,14 @@ class ModelConfig(Stack):
     final_logit_softcapping: float | None = None
     vision: VisionConfig | None = None
     pooling: Pooling | None = None
+    bidirectional: bool = False
+    segments: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_flag("bidirectional", self.bidirectional)
+        learned = self.rope.kind == "learned" and self.bidirectional
+        check_integer("segments", self.segments, 1, MAX_SEGMENTS if learned else 1)
         if type(self.model_type) is not str or len(self.model_type) > 64:
             raise FormatError("config model_type is not a short text")
         check_flag("tie_word_embeddings", self.tie_word_embeddings)
@@ -260,9 +269,20 @@ class ModelConfig(Stack):
             )
         if self.pooling is not None and self.vision is not None:
             raise UnsupportedError("pooling beside a vision tower is not supported")
+        if self.bidirectional and self.pooling is None:
+            raise UnsupportedError("bidirectional without pooling is not supported: what sees the end of a text embeds it")
+        if self.pooling is not None and self.pooling.kind == "cls" and not self.bidirectional:
+            raise FormatError("config pooling is cls without bidirectional: the first token sees nothing of a text")
+
+    @property
+    def ranges(self) -> tuple[int, ...]:
+        """Sliding windows that layers have, 0 for none, each once, where tokens see both ways; else empty."""
+        windows = {self.window(layer) for layer in range(self.num_hidden_layers)}
+        return tuple(sorted(windows)) if self.bidirectional else ()
 
     def record(self) -> dict[str, Any]:
-        return super().record() | ({"vision": self.vision.record()} if self.vision else {})
+        found = super().record() | ({"vision": self.vision.record()} if self.vision else {})
+        return found | ({"pooling": self.pooling.record()} if self.pooling else {})
 
     def to_json(self) -> str:
         """Canonical JSON: equal configurations give equal bytes."""

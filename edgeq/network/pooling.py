@@ -3,36 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.json_records import check_flag, known
+from edgeq.network.json_records import check_flag, check_integer, known, list_of
 
-POOLINGS = ("last", "mean")
+POOLINGS = ("last", "mean", "cls")
+DENSE_ACTIVATIONS = ("none", "tanh")
+MAX_DENSE, MAX_WIDTH = 8, 131_072
+"""Dense layers of a file, and channels of one: published models have two, of 3072."""
 MAX_CHARACTERS = 1 << 17
 """Characters of all instructions of a file and of their names: as JSON they are then within what metadata may have."""
 
 
 @dataclass(frozen=True)
+class DenseLayer:
+    """activation(W x + bias) of a vector; `width`: channels of the result."""
+
+    width: int
+    bias: bool = False
+    activation: str = "none"
+
+    def __post_init__(self) -> None:
+        check_integer("dense width", self.width, 1, MAX_WIDTH)
+        check_flag("dense bias", self.bias)
+        if self.activation not in DENSE_ACTIVATIONS:
+            found, able = str(self.activation)[:40], ", ".join(DENSE_ACTIVATIONS)
+            raise UnsupportedError(f"activation {found!r} of a dense layer is not supported; supported: {able}")
+
+
+@dataclass(frozen=True)
 class Pooling:
-    """The vector of a text, from the states after the last norm: that of its last token, or the mean of all.
+    """The vector of a text, from the states after the last norm: that of its last token, the mean of all, or that of the first
+    token ("cls").
 
     normalize   divided by its Euclidean norm
+    dense       layers that it goes through before
     """
 
     kind: str
     normalize: bool
+    dense: tuple[DenseLayer, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in POOLINGS:
             raise UnsupportedError(f"pooling {str(self.kind)[:40]!r} is not supported; supported: {', '.join(POOLINGS)}")
         check_flag("pooling normalize", self.normalize)
+        if len(self.dense) > MAX_DENSE:
+            raise FormatError(f"config pooling has {len(self.dense)} dense layers; at most {MAX_DENSE} are possible")
+
+    def shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(rows, columns) of the dense layers of a model whose states have `hidden_size` channels."""
+        widths = [hidden_size, *(layer.width for layer in self.dense)]
+        return list(zip(widths[1:], widths[:-1], strict=True))
+
+    def vector_size(self, hidden_size: int) -> int:
+        """Channels of a vector."""
+        return self.dense[-1].width if self.dense else hidden_size
+
+    def record(self) -> dict[str, Any]:
+        """What JSON holds of it: dense layers only where there are some."""
+        return {key: value for key, value in asdict(self).items() if key != "dense" or self.dense}
 
     @classmethod
     def read(cls, data: Any, where: str) -> Pooling:
         """FormatError, UnsupportedError: a key or a value that cannot be one."""
-        return cls(**known(cls, data, where))
+        values = dict(known(cls, data, where))
+        layers = list_of(values, "dense", MAX_DENSE, where)
+        return cls(**values, dense=tuple(DenseLayer(**known(DenseLayer, each, f"{where} dense layer")) for each in layers))
 
 
 @dataclass(frozen=True)

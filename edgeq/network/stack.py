@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.delta_net import MAX_TAPS, DeltaNet
+from edgeq.network.head_shape import HeadShape
 from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 from edgeq.network.rope import Rope
 
@@ -28,6 +29,7 @@ GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
 ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
                 "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
+                "bidirectional", "normed_residual", "segments",
                 "qk_norm_kind", "delta_net", "attention_gate", "attention_sinks", "swiglu_limit", "swiglu_alpha",
                 "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "value_norm", "num_kv_shared_layers",
                 "use_double_wide_mlp", "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp",
@@ -38,25 +40,10 @@ FLAGS = ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "
          "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars", "experts_beside_mlp")  # fmt: skip
 PARALLEL = ("none", "one_norm", "two_norms")
 QK_NORMS = ("heads", "whole", "rotated")
+NORMED_RESIDUALS = ("none", "first", "all")
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
 """Fields with an entry for layers."""
 Config = TypeVar("Config", bound="Stack")
-
-
-class HeadShape(NamedTuple):
-    """Heads of a layer with attention: of queries, of keys and of values, and channels of each."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def query_size(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +63,8 @@ class Stack:
     post_norms              a norm on the outputs of attention and MLP too, before they are added (Gemma 3)
     pre_norms               a norm before attention and before the MLP; without it they read the residual stream as it is, and
                             there are post_norms (OLMo 2)
+    normed_residual         which blocks add to the norm they read, x = norm(x) + f(norm(x)): "none", the "first", attention of
+                            layer 0 (ModernBERT), or "all": norms after blocks, counted to what follows them (BERT)
     parallel_blocks         "none": the MLP reads what attention has added to; "one_norm": both read the same norm of the same
                             stream (Cohere); "two_norms": each a norm of its own of the same stream (GPT-NeoX)
     local_rope              rope of layers with a sliding window; None: `rope` (Gemma 3)
@@ -131,6 +120,7 @@ class Stack:
     shared_expert_intermediate_size: int = 0
     layers_without_rope: tuple[int, ...] = ()
     pre_norms: bool = True
+    normed_residual: str = "none"
     parallel_blocks: str = "none"
     qk_norm_kind: str = "heads"
     conv_layers: tuple[int, ...] = ()
@@ -202,7 +192,8 @@ class Stack:
 
     def _check_norms(self) -> None:
         """UnsupportedError: norms, or an order of blocks, that layers of this kind do not have."""
-        for name, known_values in (("parallel_blocks", PARALLEL), ("qk_norm_kind", QK_NORMS)):
+        names = {"parallel_blocks": PARALLEL, "qk_norm_kind": QK_NORMS, "normed_residual": NORMED_RESIDUALS}
+        for name, known_values in names.items():
             if getattr(self, name) not in known_values:
                 raise UnsupportedError(f"{name} {getattr(self, name)!r:.80} is not known; supported: {', '.join(known_values)}")
         if not self.pre_norms and (not self.post_norms or self.parallel or self.conv_layers):
@@ -211,6 +202,11 @@ class Stack:
             )
         if self.parallel and (self.post_norms or self.num_experts or self.conv_layers):
             raise UnsupportedError("parallel_blocks beside post_norms, experts or conv_layers are not supported")
+        plain = self.pre_norms and not (self.post_norms or self.parallel or self.num_experts or self.state_layers)
+        if self.normed_residual != "none" and not plain:
+            raise UnsupportedError(
+                "normed_residual is supported with pre_norms, without post_norms, parallel_blocks or experts"
+            )
         if self.qk_norm_kind != "heads" and not self.qk_norm:
             raise FormatError(f"config qk_norm_kind is {self.qk_norm_kind!r} without qk_norm")
 
@@ -357,6 +353,10 @@ class Stack:
     def norms_before(self, layer: int) -> bool:
         """Whether the blocks of this layer read a norm of the stream."""
         return self.pre_norms or layer in self.delta_layers
+
+    def norms_stream(self, layer: int, mlp: bool = False) -> bool:
+        """Whether attention of this layer, or its MLP, adds to the norm that it reads."""
+        return self.normed_residual == "all" or (self.normed_residual == "first" and layer == 0 and not mlp)
 
     def norms_after(self, layer: int) -> bool:
         """Whether what the blocks of this layer give goes through a norm before it is added."""

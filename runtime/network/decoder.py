@@ -58,6 +58,9 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     early = not any(linear.master for linear in linears.values())
     layers = range(config.num_hidden_layers)
     cached = [layer for layer in layers if layer not in config.state_layers and not config.shares_cache(layer)]
+    if config.bidirectional:
+        # A text is one run, after which nothing of it is needed: each layer overwrites the keys and values of the last.
+        cached = cached[:1]
     for layer in layers:
         # Layers after the last one with keys and values of its own, or a state, run over the wanted rows alone.
         last = early and layer + config.num_kv_shared_layers + 1 == config.num_hidden_layers
@@ -66,8 +69,9 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
         elif layer in config.delta_layers:
             operations += delta_block(metadata, config, layer, 2 * config.delta_layers.index(layer), select=last)
         else:
-            cache = cached.index(config.cache_layer(layer))
-            operations += attention_block(metadata, config, layer, context, cache=cache, select=last)
+            cache = 0 if config.bidirectional else cached.index(config.cache_layer(layer))
+            span = config.ranges.index(config.window(layer)) if config.bidirectional else -1
+            operations += attention_block(metadata, config, layer, context, cache=cache, span=span, select=last)
         operations += mlp_block(metadata, config, layer)
         if config.hidden_size_per_layer_input:
             operations += row_block(metadata, config, layer)
@@ -136,7 +140,7 @@ def head_widths(config: Stack, layer: int) -> dict[str, int]:
 
 def mlp_input(config: Stack, layer: int) -> str:
     """The buffer that the MLP reads."""
-    if not config.norms_before(layer):
+    if not config.norms_before(layer) or config.norms_stream(layer, mlp=True):
         return "x"
     return "mlp_normed" if config.parallel_blocks == "two_norms" else "normed"
 
@@ -213,12 +217,14 @@ def attention_block(
     heads, kv_heads, head_dim = shape
     k, v = shape.query_size, shape.query_size + shape.kv_size  # offsets in "qkv"
     qkv, attended = head_widths(config, layer)
-    shared, normed = config.shares_cache(layer), config.norms_before(layer)
-    if normed:
-        yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
+    shared, normed = config.shares_cache(layer), "x" if config.norms_stream(layer) else "normed"
+    if config.norms_before(layer):
+        yield norm(metadata, config, layer, "x", f"{p}attention_norm", normed)
+    else:
+        normed = "x"
     if config.parallel_blocks == "two_norms":
         yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config, layer))
-    yield from projection(metadata, config, layer, "normed" if normed else "x", f"{p}q" if shared else f"{p}qkv", qkv)
+    yield from projection(metadata, config, layer, normed, f"{p}q" if shared else f"{p}qkv", qkv)
     if config.value_norm and not shared:
         values = k if config.keys_are_values(layer) else v
         yield ValueNorm(layer, qkv, values, v, kv_heads, head_dim, config.rms_norm_eps)
@@ -241,7 +247,7 @@ def attention_block(
     if select:
         rows = ("row_context",) if config.hidden_size_per_layer_input else ()
         yield Select(layer, ("x", qkv, *((mlp_input(config, layer),) if config.parallel else ()), *rows))
-    scale, window = config.attention_scale(layer), config.window(layer)
+    scale, window = config.attention_scale(layer), config.window(layer) if span < 0 else 0
     sinks = arrays.get(f"{p}sinks")
     yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks)
     if config.attention_gate:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.errors import InputError
+from edgeq.errors import FormatError, InputError
+from edgeq.format.codec import as_float32
 from edgeq.format.container import ModelFile
+from edgeq.format.manifest import dense_shapes
 from edgeq.network.pooling import EmbeddingPrompts, Pooling
 from edgeq.pictures.prompt import Prompt
 from edgeq.runtime.arguments import callback, instance, integer, token_ids, wrong
 from edgeq.runtime.network.pooler import EmbeddingRead, Pooler
+from edgeq.runtime.sampling import NOT_FINITE
 from edgeq.runtime.session.context_size import check_length
 from edgeq.runtime.session.session import OnPrompt
 from edgeq.text.tokenizer import Tokenizer
@@ -77,10 +81,35 @@ def finished(vector: Vectors, pooling: Pooling, dimensions: int | None) -> Vecto
     return np.asarray(wide / max(float(np.sqrt(wide @ wide)), TINY), np.float32)
 
 
+class DenseHead:
+    """The layers that the pooled vector of a text goes through, of a file; without some it stays as it is."""
+
+    def __init__(self, file: ModelFile) -> None:
+        self._config = file.metadata.config
+        self._pooling, arrays = check_embeds(file), file.metadata.arrays
+        refs = {name: arrays[name] for name in dense_shapes(self._config)}
+        self._arrays = {name: as_float32(file.array(ref), ref.dtype) for name, ref in refs.items()}
+
+    def vector(self, pooled: Vectors, dimensions: int | None = None) -> Vectors:
+        """That of `finished`, from states float32 [hidden] that were pooled.
+
+        FormatError: it is not finite, which sound weights do not give.
+        """
+        x = pooled
+        for index, layer in enumerate(self._pooling.dense):
+            # One vector at a time: what a product of several gives depends on how many they are.
+            x = self._arrays[f"dense.{index}"] @ x
+            x = x + self._arrays[f"dense.{index}_bias"] if layer.bias else x
+            x = np.tanh(x) if layer.activation == "tanh" else x
+        if not np.isfinite(x).all():
+            raise FormatError(NOT_FINITE.replace("logits", "states"))
+        return finished(x, self._pooling, dimensions)
+
+
 class Embedder:
     """Errors are those of Model.embed.
 
-    pooling   how the model pools
+    pooling   how the model pools;  width: numbers of a vector
     """
 
     def __init__(
@@ -91,6 +120,7 @@ class Embedder:
         InputError: the model continues texts.
         """
         self.pooling, self.pooler = check_embeds(file), pooler
+        self.width = self.pooling.vector_size(file.metadata.config.hidden_size)
         self._file, self._config, self._context, self._text = file, file.metadata.config, context, text
 
     def tokens(self, text: str | Sequence[int], instruction: str, name: str = "texts") -> list[int]:
@@ -109,9 +139,13 @@ class Embedder:
             raise InputError(f"`{name}` has an empty text; give at least one character")
         return tokens
 
+    @cached_property
+    def head(self) -> DenseHead:
+        return DenseHead(self._file)
+
     def embed(self, texts: Texts, dimensions: int | None, prompt: str | None, on_progress: OnPrompt | None) -> Vectors:
         callback("on_progress", on_progress)
-        check_dimensions(dimensions, self._config.hidden_size)
+        check_dimensions(dimensions, self.width)
         given = [texts] if isinstance(texts, str) else texts
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Sequence):
             raise wrong("texts", texts, "a string, or a list of strings or lists of token ids")
@@ -120,14 +154,14 @@ class Embedder:
         for each in read:
             check_length(len(each.tokens), self._context)
         done, total = 0, sum(len(each.tokens) for each in read)
-        vectors = np.zeros((len(read), dimensions or self._config.hidden_size), np.float32)
+        vectors = np.zeros((len(read), dimensions or self.width), np.float32)
         pooler, waiting, indices = self.pooler(None), deque(enumerate(read)), dict[EmbeddingRead, int]()
         try:
             while waiting or pooler.readings:
                 while waiting and (reading := pooler.seat(waiting[0][1])):
                     indices[reading] = waiting.popleft()[0]
                 for reading in pooler.step():
-                    vectors[indices.pop(reading)] = finished(reading.vector, self.pooling, dimensions)
+                    vectors[indices.pop(reading)] = self.head.vector(reading.vector, dimensions)
                 done += pooler.rows
                 if on_progress is not None:
                     on_progress(done, total)

@@ -29,9 +29,9 @@ MAX_SEATS = 32
 class EmbeddingRead:
     """A text that is read: what is left of it, and the sum of its states, float64 [hidden], where their mean is wanted."""
 
-    def __init__(self, session: Session, prompt: Prompt, mean: bool, width: int) -> None:
+    def __init__(self, session: Session, prompt: Prompt, kind: str, width: int) -> None:
         """InputError: a token that is not in the vocabulary.  ResourceError: there is no memory for its cache."""
-        self.session, self.mean, self.length = session, mean, len(prompt.tokens)
+        self.session, self.kind, self.length = session, kind, len(prompt.tokens)
         self.pages = pages_of(prompt)
         self._chunks, self._states = Chunks(session, prompt), np.zeros(width)
         session.reserve(self.length)
@@ -42,11 +42,13 @@ class EmbeddingRead:
 
     def next(self, most: int) -> BatchItem:
         item = self._chunks.next(most)
-        return item._replace(wanted=range(len(item.tokens))) if self.mean else item
+        if self.kind == "cls":
+            return item._replace(wanted=[0])
+        return item._replace(wanted=range(len(item.tokens))) if self.kind == "mean" else item
 
     def add(self, states: Logits) -> None:
         """The wanted states of the chunk that has run."""
-        if self.mean:
+        if self.kind == "mean":
             # Row after row, so that chunks of other lengths give the same sum.
             self._states = np.concatenate([self._states[None], states]).sum(0)
         elif len(states):
@@ -55,7 +57,7 @@ class EmbeddingRead:
     @property
     def vector(self) -> NDArray[np.float32]:
         """float32 [hidden], not normalized.  FormatError: it is not finite, which sound weights do not give."""
-        found = (self._states / (self.length if self.mean else 1)).astype(np.float32)
+        found = (self._states / (self.length if self.kind == "mean" else 1)).astype(np.float32)
         if not np.isfinite(found).all():
             raise FormatError(NOT_FINITE.replace("logits", "states"))
         return found
@@ -78,7 +80,8 @@ class Pooler:
     ) -> None:
         """`session` makes an empty one; `pages`: of the cache, at least those of one context; None: any number."""
         self._session, self._options, self._rate, self._pages = session, options, rate, pages
-        self._mean, self._width = config.pooling is not None and config.pooling.kind == "mean", config.hidden_size
+        assert config.pooling is not None
+        self._kind, self._width, self._whole = config.pooling.kind, config.hidden_size, config.bidirectional
         self._seats, self._turn = min(MAX_SEATS, options.max_logits, options.max_rows), 0
         self.readings: list[EmbeddingRead] = []
         self.rows, self.seconds = 0, 0.0
@@ -99,7 +102,7 @@ class Pooler:
             return None
         session = self._session()
         try:
-            found = EmbeddingRead(session, prompt, self._mean, self._width)
+            found = EmbeddingRead(session, prompt, self._kind, self._width)
         except EdgeqError as error:
             session.close()
             if isinstance(error, ResourceError) and self.readings:
@@ -131,13 +134,15 @@ class Pooler:
     def _planned(self) -> list[tuple[EmbeddingRead, int]]:
         """Which texts run next with how many tokens each."""
         results = self._options.max_logits
-        rows = min(self._rate.rows(CHUNK_SECONDS), self._options.max_rows, *([results] if self._mean else []))
+        rows = min(self._rate.rows(CHUNK_SECONDS), self._options.max_rows, *([results] if self._kind == "mean" else []))
         self._turn += 1
         # A short text does not wait for a long one, and a long one is not put off for ever.
         readings = sorted(self.readings, key=lambda each: each.left) if self._turn % 2 else self.readings
         plan = list[tuple[EmbeddingRead, int]]()
         for reading in readings[:results]:
-            if rows:
-                plan.append((reading, min(rows, reading.left)))
-                rows -= plan[-1][1]
+            # A text that is one run waits for one with room for it, and begins such a run where it is longer than that.
+            count = reading.left if self._whole else min(rows, reading.left)
+            if 0 < count <= rows or (rows > 0 and not plan):
+                plan.append((reading, count))
+                rows -= count
         return plan

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
 
 from edgeq.errors import InputError, ResourceError
 from edgeq.format.records import KvCodec
+from edgeq.network.config import ModelConfig
 from edgeq.runtime.session.cache import windowed_pages
 from edgeq.targets.graph import Graph
+from edgeq.targets.host import CHUNK_ROWS
 from edgeq.targets.rows import PAGE
 from edgeq.targets.states import snapshot_bytes, snapshot_pages, state_bytes
 from edgeq.targets.target import MemoryNeed, Options
@@ -82,6 +85,16 @@ def choose_context(room: MemoryNeed, size: Callable[[int], int], limit: int, con
             f"{_size(room.available)} are available; {cure}"
         )
     return wanted
+
+
+def whole_texts(config: ModelConfig, options: Options, context: int | None) -> tuple[Options, int | None]:
+    """Options and context of a model: where it sees a text in both directions, a run has room for all of one."""
+    if not config.bidirectional:
+        return options, context
+    longest = min(config.max_position_embeddings, DEFAULT_CONTEXT) if context is None else context
+    rows = max(options.max_rows or CHUNK_ROWS, longest)
+    means = config.pooling is not None and config.pooling.kind == "mean"
+    return replace(options, max_rows=rows, max_logits=rows if means else min(options.max_logits, rows)), longest
 
 
 def check_length(tokens: int, context: int, cached: int = 0, visual: int = 0) -> None:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeq.errors import InputError
 from edgeq.format.records import Mode
 from edgeq.pictures.prompt import PicturePlace, Prompt, positions
 from edgeq.runtime.network.pictures import PictureFeatures
@@ -35,6 +36,7 @@ class Runnable(Protocol):
     vision_s: float
     lock: Lock
     has_states: bool
+    ranges: tuple[int, ...]
 
     @property
     def pages(self) -> Sequence[Page]: ...
@@ -181,6 +183,20 @@ def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
     return positions(item.places or item.session.places, held, held + len(item.tokens), axes)
 
 
+def _spans(items: Sequence[BatchItem], ranges: Sequence[int]) -> NDArray[np.int32]:
+    """What tokens of whole texts see that see both ways, as Rows.spans, a kind for each of the sliding windows `ranges`.
+
+    InputError: an item is not the beginning of its session.
+    """
+    if any(item.session.tokens for item in items):
+        raise InputError("this model sees a text in both directions: a session holds one, which runs at once; rewind it to 0")
+    lengths = np.array([len(item.tokens) for item in items], np.int32)
+    ends = np.repeat(lengths, lengths)
+    slots = np.arange(len(ends), dtype=np.int32) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    reach = [(np.maximum(slots - w + 1, 0), np.minimum(slots + w, ends)) if w else (0 * slots, ends) for w in ranges]
+    return np.array(reach, np.int32)
+
+
 def _rows_of(items: Sequence[BatchItem]) -> Rows:
     """The rows of a run: the items one after another, each continuing its session."""
     # Lists of Python and one array of each: for the few rows of a decode step numpy's own ways take longer than a small model.
@@ -196,6 +212,8 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
         pages=[item.session.pages for item in items],
         wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
     )
+    if items[0].session.ranges:
+        rows.spans = _spans(items, items[0].session.ranges)
     if items[0].session.has_states:
         rows.states = [item.session.state_of_run(len(item.tokens)) for item in items]
     brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]

@@ -64,9 +64,11 @@ class Session:
         requantizer: SessionRequantizer | None,
         registry: WeakSet[Session],
         pictures: Pictures | None = None,
+        ranges: tuple[int, ...] = (),
     ) -> None:
         """registry   the open sessions of the model, in which forks are entered too
         pictures   how the model sees; None: it reads text alone
+        ranges     as of ModelConfig: where there are some, a session holds one text, which is one run
         """
         self.context = context
         self.tokens: list[int] = []
@@ -85,7 +87,7 @@ class Session:
         self._origin = origin
         self._requantizer = requantizer
         self._registry = registry
-        self._pictures = pictures
+        self._pictures, self.ranges = pictures, ranges
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -119,7 +121,7 @@ class Session:
         requantizer = self._requantizer.fork() if self._requantizer else None
         forked = Session(
             program, self._vocab_size, self.context, self.lock, prefill_rate=self._prefill_rate, origin=self._origin,
-            requantizer=requantizer, registry=self._registry, pictures=self._pictures,
+            requantizer=requantizer, registry=self._registry, pictures=self._pictures, ranges=self.ranges,
         )  # fmt: skip
         forked.tokens, forked.places, forked.row_order = list(self.tokens), self.places, self.row_order
         forked.logits = None if self.logits is None else self.logits.copy()
@@ -187,7 +189,7 @@ class Session:
         if chunks.sees and on_progress is not None:
             on_progress(0, total)
         while chunks.left:
-            most = min(self._prefill_rate.rows(seconds), self._program.options.max_rows)
+            most = min(total if self.ranges else self._prefill_rate.rows(seconds), self._program.options.max_rows)
             item, before = chunks.next(most), perf_counter()
             logits = run_together([item], summing=summing)[0]
             self._prefill_rate.record(len(item.tokens), perf_counter() - before, len(item.tokens) == most)

@@ -55,6 +55,8 @@ class CudaTarget:
             return f"{gpus.first.name}: it does not have attention with sinks and experts with a clamped SwiGLU yet"
         if file.metadata.config.value_norm:
             return f"{gpus.first.name}: it does not have layers whose heads differ, with norms of values, yet"
+        if file.metadata.config.bidirectional:
+            return f"{gpus.first.name}: it does not have text that is seen in both directions yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()

@@ -67,8 +67,8 @@ CONVERT_OPTIONS = decorated(
     quantization(
         "--pooling",
         type=OneOf(*POOLINGS),
-        help="SRC is an embedding model: the vector of a text is the state of its last token, or the mean of all.  [default: "
-        "what modules.json of sentence-transformers says]",
+        help="SRC is an embedding model: the vector of a text is the state of its last token, the mean of all, or, where "
+        "tokens see both ways, the state of the first (cls).  [default: what modules.json of sentence-transformers says]",
     ),
     quantization(
         "--method",

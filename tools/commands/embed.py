@@ -42,9 +42,8 @@ def embed(
     InputError: the model continues texts, no text, a file that cannot be read, or an option out of range.
     """
     opened = ModelFile.open(model)
-    check_embeds(opened)
     # Refused here, so that nothing is compiled before.
-    check_dimensions(dimensions, opened.metadata.config.hidden_size)
+    check_dimensions(dimensions, check_embeds(opened).vector_size(opened.metadata.config.hidden_size))
     instruction = instruction_of(opened, prompt)
     given = list(all_texts(texts, file))
     if not given:

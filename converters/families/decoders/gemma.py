@@ -1,4 +1,4 @@
-"""Gemma 3, the text model.
+"""Gemma 3, the text model, and EmbeddingGemma, which is one whose tokens see both ways.
 
 The token embedding is multiplied by sqrt(hidden_size), not rounded.  transformers rounds that number to the type it computes
 in (50.5 instead of 50.596 for hidden_size 2560 in bfloat16), and in float32, with which results are compared here, not at all.
@@ -6,6 +6,7 @@ in (50.5 instead of 50.596 for hidden_size 2560 in bfloat16), and in float32, wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
@@ -72,28 +73,54 @@ def gemma_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     return (AFTER_VALUES, *MLP_MAPPINGS)
 
 
-GEMMA_FAMILIES = (
-    FamilyDescription(
-        "Gemma3ForCausalLM",
-        DEFAULTS
-        | {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 6,
-            "layer_types": None,
-        },
-        NEUTRAL | {"use_bidirectional_attention": (None, False)},
-        gemma_settings,
-        gemma_windows,
-        keys={"hidden_act": "hidden_activation"},
-        sources=gemma_sources,
-        mappings=gemma_mappings,
-    ),
+def bidirectional(values: Values) -> bool:
+    found = values["use_bidirectional_attention"]
+    if found not in (None, False, True):
+        raise FormatError(f"use_bidirectional_attention is {found!r:.80}; expected true or false")
+    return bool(found)
+
+
+def embedding_windows(values: Values, layers: int) -> tuple[int, ...]:
+    """Those of `gemma_windows`; where tokens see both ways one half of a window is before a token and one half after it."""
+    found = window(values)
+    halved = found // 2 + 1 if found and bidirectional(values) else found
+    return gemma_windows({**values, "sliding_window": halved or None}, layers)
+
+
+def embedding_settings(values: Values) -> dict[str, Any]:
+    return gemma_settings(values) | {"bidirectional": bidirectional(values)}
+
+
+GEMMA_3 = FamilyDescription(
+    "Gemma3ForCausalLM",
+    DEFAULTS
+    | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+    },
+    NEUTRAL | {"use_bidirectional_attention": (None, False)},
+    gemma_settings,
+    gemma_windows,
+    keys={"hidden_act": "hidden_activation"},
+    sources=gemma_sources,
+    mappings=gemma_mappings,
 )
+EMBEDDING_GEMMA = replace(
+    GEMMA_3,
+    architecture="Gemma3TextModel",
+    defaults={**GEMMA_3.defaults, "use_bidirectional_attention": False},
+    neutral=NEUTRAL,
+    settings=embedding_settings,
+    windows=embedding_windows,
+    headless=True,
+)
+GEMMA_FAMILIES = (GEMMA_3, EMBEDDING_GEMMA)

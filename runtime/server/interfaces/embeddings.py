@@ -13,7 +13,7 @@ from edgeq.pictures.prompt import Prompt
 from edgeq.runtime.batching.embedding_scheduler import EmbeddingScheduler
 from edgeq.runtime.batching.job import Job, Update
 from edgeq.runtime.model import Model
-from edgeq.runtime.network.embedding import check_continues, check_dimensions, check_embeds, finished, instruction_of
+from edgeq.runtime.network.embedding import check_continues, check_dimensions, check_embeds, instruction_of
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.server.errors import ApiError
@@ -69,9 +69,9 @@ class Embedding:
     def __init__(self, model: Model, fields: Embeddings, who: Asker) -> None:
         """InputError, ApiError: what is asked for cannot be had."""
         embedder, self._dimensions = model.embedder, fields.dimensions
-        self._pooling, self._packed = embedder.pooling, fields.encoding_format == "base64"
+        self._head, self._packed = embedder.head, fields.encoding_format == "base64"
         try:
-            check_dimensions(fields.dimensions, model.config.hidden_size)
+            check_dimensions(fields.dimensions, embedder.width)
         except InputError as error:
             raise ApiError(400, "invalid_value", str(error).replace("`", ""), "dimensions") from None
         try:
@@ -101,7 +101,7 @@ class Embedding:
     def take(self, first: int, update: Update) -> None:
         """The vector of the text of that number."""
         assert update.vector is not None
-        found = finished(update.vector, self._pooling, self._dimensions)
+        found = self._head.vector(update.vector, self._dimensions)
         self._vectors[first] = base64.b64encode(found.astype("<f4").tobytes()).decode() if self._packed else found
 
     def body(self, title: str) -> bytes:

@@ -58,7 +58,9 @@ TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed
 
 def test_the_page_lists_every_architecture() -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\b\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel)\b", page)) == set(table.FAMILIES)
+    assert set(
+        re.findall(r"\b\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|ForSequenceClassification|Model)\b", page)
+    ) == set(table.FAMILIES)
     columns = [line.split("|")[3] for line in page.splitlines() if line.count("|") in (5, 6)]
     named = {*gguf_architectures.ARCHITECTURES, *gguf_tower_kinds.TOWERS}
     assert set(re.findall(r"`([\w.-]+)`", "".join(columns))) == named

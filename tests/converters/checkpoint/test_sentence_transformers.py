@@ -23,7 +23,7 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
 from edgeq.format.container import ModelFile
-from edgeq.network.pooling import Pooling
+from edgeq.network.pooling import DenseLayer, Pooling
 from edgeq.text.tokenizer import Tokenizer
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint, write_settings
 
@@ -61,6 +61,34 @@ def modules(change: Callable[[list[dict[str, Any]]], Any]) -> Change:
     return apply
 
 
+DENSE = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+
+
+def dense(**settings: Any) -> Change:
+    """A Dense module of these settings after the pooling."""
+
+    def change(folder: Path) -> None:
+        modules(lambda m: m.insert(2, DENSE))(folder)
+        (folder / "2_Dense").mkdir()
+        sound = {"in_features": 128, "out_features": 64, "bias": False}
+        sound["activation_function"] = "torch.nn.modules.linear.Identity"
+        (folder / "2_Dense" / "config.json").write_text(json.dumps(sound | settings))
+
+    return change
+
+
+def test_dense_modules(tmp_path: Path) -> None:
+    write_settings(tmp_path, "cls")
+    dense()(tmp_path)
+    found = embedding_settings(opened(tmp_path), None)
+    assert found and found.pooling == Pooling("cls", True, (DenseLayer(64),))
+    # Without a word about it sentence-transformers has a bias and a tanh.
+    settings = {"in_features": 128, "out_features": 64}
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(settings))
+    found = embedding_settings(opened(tmp_path), None)
+    assert found and found.pooling.dense == (DenseLayer(64, True, "tanh"),)
+
+
 def test_both_ways_of_sentence_transformers_to_say_it(tmp_path: Path) -> None:
     write_settings(tmp_path, "mean", normalize=False, prompts=PROMPTS)
     found = embedding_settings(opened(tmp_path), None)
@@ -90,10 +118,10 @@ def test_a_checkpoint_without_modules_embeds_where_it_is_asked_to(tmp_path: Path
 
 
 REFUSED: dict[str, tuple[Change, type[EdgeqError], str]] = {
-    "cls": (
-        rewrite("1_Pooling/config.json", pooling_mode_lasttoken=False, pooling_mode_cls_token=True),
+    "max": (
+        rewrite("1_Pooling/config.json", pooling_mode_lasttoken=False, pooling_mode_max_tokens=True),
         UnsupportedError,
-        "pooling cls_token is not supported; supported: lasttoken, or mean",
+        "pooling max_tokens is not supported; supported: lasttoken, mean, or cls",
     ),
     "two at once": (rewrite("1_Pooling/config.json", pooling_mode_cls_token=True), UnsupportedError, "lasttoken and cls_token"),
     "none": (rewrite("1_Pooling/config.json", pooling_mode_lasttoken=False), UnsupportedError, "of no kind"),
@@ -105,14 +133,37 @@ REFUSED: dict[str, tuple[Change, type[EdgeqError], str]] = {
         UnsupportedError,
         "include_prompt is False",
     ),
-    "a dense layer": (
-        modules(lambda m: m.append({"type": "sentence_transformers.models.Dense", "path": "3_Dense"})),
+    "a convolution": (
+        modules(lambda m: m.append({"type": "sentence_transformers.models.CNN", "path": "3_CNN"})),
         UnsupportedError,
-        "sentence_transformers.models.Dense is not supported; supported: Transformer, Pooling, Normalize",
+        "sentence_transformers.models.CNN is not supported; supported: Transformer, Pooling, Dense, Normalize",
     ),
+    "a dense layer after the norm": (
+        modules(lambda m: m.append(DENSE)),
+        UnsupportedError,
+        "Normalize, Dense are not supported",
+    ),
+    "nine dense layers": (modules(lambda m: m.__setitem__(slice(2, 3), [DENSE] * 9)), UnsupportedError, "at most 8 Dense"),
+    "a dense layer elsewhere": (
+        modules(lambda m: m.insert(2, {**DENSE, "path": "../2_Dense"})),
+        CheckpointError,
+        "'../2_Dense', which is not a folder beside it",
+    ),
+    "a dense layer in the folder above": (modules(lambda m: m.insert(2, {**DENSE, "path": ".."})), CheckpointError, "'..'"),
+    "a dense layer without settings": (modules(lambda m: m.insert(2, DENSE)), CheckpointError, "no config.json"),
+    "a dense layer of another width": (dense(in_features=64), CheckpointError, "in_features is 64; what it reads has 128"),
+    "a dense layer of no width": (dense(out_features=0), CheckpointError, "out_features.*dense width is 0"),
+    "a dense layer of every width": (dense(out_features=1 << 30), CheckpointError, "expected an integer from 1 to 131072"),
+    "a dense layer with a GELU": (
+        dense(activation_function="torch.nn.modules.activation.GELU"),
+        UnsupportedError,
+        "activation_function is 'torch.nn.modules.activation.GELU'; supported: Identity and Tanh",
+    ),
+    "a dense layer with its own code": (dense(activation_function="os.Identity"), UnsupportedError, "is 'os.Identity'"),
+    "a dense layer of something else": (dense(module_input_name="token_embeddings"), UnsupportedError, "module_input_name"),
     "own code": (modules(lambda m: m[1].update(type="custom_st.Pooling")), UnsupportedError, "module custom_st.Pooling"),
     "another order": (modules(lambda m: m.reverse()), UnsupportedError, "Normalize, Pooling, Transformer"),
-    "no module": (modules(lambda m: m.clear()), UnsupportedError, "supported: Transformer, Pooling, Normalize"),
+    "no module": (modules(lambda m: m.clear()), UnsupportedError, "supported: Transformer, Pooling, at most 8 Dense"),
     "a folder elsewhere": (modules(lambda m: m[1].update(path="../1_Pooling")), CheckpointError, "not a folder beside it"),
     "a nested transformer": (modules(lambda m: m[0].update(path="0_T")), UnsupportedError, "in a folder '0_T'"),
     "no list": (lambda folder: (folder / "modules.json").write_text("{}"), CheckpointError, "not a list of modules"),
@@ -152,7 +203,7 @@ def test_another_pooling_than_the_checkpoint_says_is_refused(tmp_path: Path) -> 
         ({"is_causal": False}, "is_causal is False: tokens see those after them"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ({"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}, "AutoModel is 'modeling_qwen.Qwen2Model'"),
-        ({"architectures": ["BertModel"]}, "BertModel"),
+        ({"architectures": ["MPNetModel"]}, "MPNetModel"),
         ({"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {}}, "config.json"),
     ],
 )

@@ -95,6 +95,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
         (config.ModelConfig, "key", None),
         (rope.Rope, "key of a rope", None),
         (pooling.Pooling, "key of `pooling`", None),
+        (pooling.DenseLayer, "key of a dense layer", None),
         (delta_net.DeltaNet, "key of `delta_net`", None),
         (config.VisionConfig, "key of a tower", stack.Stack),
     ],
@@ -124,11 +125,13 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
     attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
-    for each in (PLAIN, untied, GEMMA, normed, OPT, shared, convolutions, DELTA, attention, GEMMA_4, BESIDE):
+    pooled = replace(untied, pooling=pooling.Pooling("mean", True, (pooling.DenseLayer(8, bias=True),)))
+    for each in (PLAIN, untied, pooled, GEMMA, normed, OPT, shared, convolutions, DELTA, attention, GEMMA_4, BESIDE):
         names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0), *manifest.table_shapes(each)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}
-        found |= {re.sub(r"experts\.\d+", "experts.E", re.sub(r"layers\.\d+", "layers.N", name)) for name in names}
+        names = {re.sub(r"experts\.\d+", "experts.E", re.sub(r"layers\.\d+", "layers.N", name)) for name in names}
+        found |= {re.sub(r"dense\.\d+", "dense.I", name) for name in names}
     text = section("Layers and arrays")
     page = [name for header in ("layer", "array") for cells in rows(text, header) for name in named(cells[0])]
     assert len(page) == len(set(page)) and set(page) == found

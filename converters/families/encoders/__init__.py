@@ -1,0 +1,1 @@
+"""Families of encoders, whose tokens see both ways."""
