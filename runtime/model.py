@@ -26,9 +26,9 @@ from edgeq.runtime.generation import Generation
 from edgeq.runtime.load_options import MAX_LOGITS, LoadArguments
 from edgeq.runtime.network.adapted import adapted, opened
 from edgeq.runtime.network.decoder import decoder
-from edgeq.runtime.network.embedding import Embedder, Texts, Vectors, check_continues
+from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import ImageSource, Pictures, check_image_tokens
-from edgeq.runtime.network.pooler import Pooler
+from edgeq.runtime.network.text_reader import TextReader
 from edgeq.runtime.network.vision import Tower
 from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.request import Request
@@ -39,6 +39,7 @@ from edgeq.runtime.session.requantize import NEVER, Requantization, SessionRequa
 from edgeq.runtime.session.runs import RowOrder
 from edgeq.runtime.session.session import OnPrompt, Session
 from edgeq.runtime.session.session_file import Origin
+from edgeq.runtime.session.whole_text import WholeTexts
 from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checked_draft
 from edgeq.runtime.start import start
 from edgeq.targets import TargetChoice, pick
@@ -52,7 +53,7 @@ from edgeq.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-class Model:
+class Model(TextReader):
     """A model file, compiled for a target.
 
     `close`, or the end of a `with` block, closes its sessions, ends its threads and drops its memory.
@@ -244,12 +245,6 @@ class Model:
     def prompts(self) -> PromptReader:
         return PromptReader(self.file, self.pictures, lambda: self.text, lambda: self.template)
 
-    @cached_property
-    def embedder(self) -> Embedder:
-        """What reads texts for `embed`.  InputError: the model continues texts."""
-        parts = self.session, self.config, self.program.options, self.prefill_rate
-        return Embedder(self.file, self.context, lambda: self.text, lambda pages: Pooler(*parts, pages))
-
     def prepare_images(self, on_progress: OnProgress = no_progress) -> None:
         """Compile the vision tower now and not when the first picture comes.
 
@@ -283,7 +278,7 @@ class Model:
             requantizer = SessionRequantizer(cast(Requantizable, self.program), self.requantization, self._lock)
         session = Session(
             self.program, self.config.vocab_size, self.context, self._lock, prefill_rate=self.prefill_rate, origin=self._origin,
-            requantizer=requantizer, registry=self._sessions, pictures=self.pictures, ranges=self.config.ranges,
+            requantizer=requantizer, registry=self._sessions, pictures=self.pictures, whole=WholeTexts.of(self.config),
         )  # fmt: skip
         session.row_order = self._row_order
         return session
@@ -291,20 +286,6 @@ class Model:
     def prompt_store(self, folder: str | os.PathLike[str], most_bytes: int) -> PromptStore:
         """Prompts in a folder, for a Scheduler.  InputError: the folder cannot be used, or is not this user's alone."""
         return PromptStore(Path(folder), most_bytes, self._origin, self.program, self._lock)
-
-    def embed(
-        self, texts: Texts, *, dimensions: int | None = None, prompt: str | None = None, on_progress: OnPrompt | None = None
-    ) -> Vectors:
-        """The vectors of texts, each a string or token ids, float32 [texts, dimensions]; several are read in each run.
-
-        dimensions  keep so many, the first, of each vector (Matryoshka); None: all, which are hidden_size
-        prompt      the name of the file's instruction that comes before each string; None: its default, mostly none
-        on_progress  called after each run with (tokens done, total tokens)
-
-        They have a length of 1 where the model normalizes them, cut ones too.  Tokens get no instruction and no end token.
-        InputError: the model continues texts, a text is empty or longer than the context, or an argument of the wrong type.
-        """
-        return self.embedder.embed(texts, dimensions, prompt, on_progress)
 
     def generate(
         self,

@@ -40,7 +40,7 @@ def save(model: Any, folder: Path) -> None:
         shutil.copy(TINY / name, folder / name)
 
 
-def write_word_pieces(folder: Path) -> None:
+def write_word_pieces(folder: Path, segments: bool = True) -> None:
     """A WordPiece tokenizer of letters, as BERT has it: [CLS] first [SEP] second [SEP], in lower case, of segments 0 and 1."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -61,14 +61,15 @@ def write_word_pieces(folder: Path) -> None:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
+    pair = "[CLS] $A [SEP] $B:1 [SEP]:1" if segments else "[CLS] $A [SEP] [SEP] $B [SEP]"
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", pair=pair, special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": True, **names})
-    )
+    kind = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    kind = kind if segments else {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**kind, **names}))
 
 
 def write_dense(folder: Path, sizes: list[tuple[int, int]], activation: str = "linear.Identity", bias: bool = False) -> None:
@@ -151,4 +152,30 @@ def xlm_roberta(folder: Path, **overrides: Any) -> Path:
     model = transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**BERT | positions | overrides))
     save(randomize(model), folder)
     write_settings(folder, "mean", normalize=False, prompts=PROMPTS, width=96)
+    return folder
+
+
+def bert_reranker(folder: Path, **overrides: Any) -> Path:
+    """One label, token types of two texts, and the score as it is."""
+    import transformers
+
+    settings = BERT | {"num_labels": 1, "type_vocab_size": 2} | overrides
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**settings))
+    save(randomize(model), folder)
+    write_word_pieces(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def xlm_reranker(folder: Path, **overrides: Any) -> Path:
+    """One label, one token type, and the sigmoid that sentence-transformers puts after a score."""
+    import transformers
+
+    positions = {"max_position_embeddings": 192 + PADDING + 1, "pad_token_id": PADDING, "type_vocab_size": 1}
+    settings = BERT | positions | {"num_labels": 1} | overrides
+    model = transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**settings))
+    save(randomize(model), folder)
+    write_word_pieces(folder, segments=False)
     return folder

@@ -91,7 +91,7 @@ def vectors(states: Tensor, config: ModelConfig, tensors: Tensors) -> Tensor:
     for index, layer in enumerate(pooling.dense):
         bias = torch.from_numpy(tensors.whole(f"dense.{index}.bias")) if layer.bias else None
         x = nn.functional.linear(x, torch.from_numpy(tensors.whole(f"dense.{index}.weight")), bias)
-        x = torch.tanh(x) if layer.activation == "tanh" else x
+        x = {"none": lambda y: y, "tanh": torch.tanh, "sigmoid": torch.sigmoid}[layer.activation](x)
     return x
 
 

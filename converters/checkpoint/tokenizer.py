@@ -36,11 +36,14 @@ class TextAssets:
     generation: dict[str, object]
 
 
-def read_text(source: CheckpointSource, vocab_size: int, prompts: dict[str, object] | None = None) -> TextAssets:
+def read_text(
+    source: CheckpointSource, vocab_size: int, prompts: dict[str, object] | None = None, *, pairs: bool = False
+) -> TextAssets:
     """The tokenizer, the chat template and the defaults of generation in the checkpoint.
 
     prompts   entries of `generation` of a model that embeds texts, which transformers may also end with a token; None: of one
               that continues them
+    pairs     the model reads pairs of texts
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
     CheckpointError: more tokens than the embedding has rows; token ids, defaults of sampling or a template that cannot be used.
@@ -60,6 +63,8 @@ def read_text(source: CheckpointSource, vocab_size: int, prompts: dict[str, obje
         theirs, add_bos, end = _compare(
             folder, own, kind, prompts is not None, source.config if "tokenizer_class" in settings else None
         )
+        if pairs:
+            _compare_pairs(folder, own, theirs)
         special = {name: getattr(theirs, name, None) for name in SPECIAL}
     defaults = _optional_json(folder / "generation_config.json")
     generation: dict[str, object] = {
@@ -131,6 +136,17 @@ def _compare(
         f"{folder}: tokenizer class {type(theirs).__name__} gives {wanted[:8]}..., tokenizer.json alone gives {ours[:8]}...; "
         "supported: tokenizers whose tokenizer.json is complete, a beginning-of-sequence token apart"
     )
+
+
+def _compare_pairs(folder: Path, own: SafeTokenizer, theirs: Any) -> None:
+    """UnsupportedError: transformers puts other tokens around and between two texts, or counts them to other segments."""
+    wanted = theirs(SAMPLE, "def g(): pass")
+    ((ids, segments),) = own.encode_pairs([(SAMPLE, "def g(): pass")])
+    if list(wanted["input_ids"]) != ids or list(wanted.get("token_type_ids", segments)) != segments:
+        raise UnsupportedError(
+            f"{folder}: of a pair of texts tokenizer class {type(theirs).__name__} gives {list(wanted['input_ids'])[:8]}..., "
+            f"tokenizer.json alone {ids[:8]}...; supported: tokenizers whose tokenizer.json is complete"
+        )
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> bytes | None:

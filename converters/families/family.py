@@ -24,6 +24,7 @@ from edgeq.format.manifest import (
     table_shapes,
 )
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.pooling import Pooling
 from edgeq.network.stack import Stack
 
 Values = Mapping[str, Any]
@@ -174,6 +175,7 @@ class FamilyDescription:
     unused     whether a tensor that is left over is one that the network does not read
     text_alone a model that sees, whose decoder alone is converted: keys of that are in `text_config`, and the tower is `unused`
     headless   it embeds texts, whatever its name ends in: there is a pooling
+    scores     of a reranker: what makes a score of the states of a pair of texts
     variants   the same architecture around another decoder: its description by the configuration
     """
 
@@ -193,6 +195,7 @@ class FamilyDescription:
     unused: Callable[[Any, str], bool] = nothing_unused
     text_alone: bool = False
     headless: bool = False
+    scores: Callable[[Values], Pooling] | None = None
     variants: Callable[[Values], FamilyDescription] | None = None
 
 
@@ -278,7 +281,7 @@ class Family:
         if config.layer_norm:
             shapes[NORM_BIAS] = (hidden,)
         if config.rope.kind == "learned":
-            shapes[POSITIONS] = (config.max_position_embeddings, hidden)
+            shapes[POSITIONS] = (config.segments * config.max_position_embeddings, hidden)
         if tables := table_shapes(config):
             shapes |= {LAYER_ROWS: tables["layer_rows"], ROW_CONTEXT: tables["row_context"]}
             shapes[ROW_CONTEXT_NORM] = (config.hidden_size_per_layer_input,)

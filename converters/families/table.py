@@ -95,6 +95,14 @@ def recognise(hf: Values, preprocessor: Values | None = None, pooling: Pooling |
             f"supported: {', '.join(FAMILIES)}"
         )
     description, vision = FAMILIES[name], None
+    if description.scores is not None:
+        if pooling is not None:
+            raise UnsupportedError(
+                f"config.json: architectures is {architectures!r:.200}: {name} gives a score and no vector; leave --pooling "
+                "and modules.json out"
+            )
+        with _named("config.json"):
+            pooling = description.scores({**description.defaults, **hf})
     if description.headless and pooling is None:
         raise UnsupportedError(
             f"config.json: architectures is {architectures!r:.200}: {name} has no head, and the folder no modules.json, which "

@@ -70,7 +70,8 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
         if rope is not None:
             # Refuses what could not be run.
             frequencies(rope, size)
-    text = read_text(source, config.vocab_size, embeds.prompts if embeds else None)
+    prompts = embeds.prompts if embeds else {} if config.pooling else None
+    text = read_text(source, config.vocab_size, prompts, pairs=config.pooling is not None and config.pooling.ranks)
     if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
     # Checked against the parts of the model when they are known.

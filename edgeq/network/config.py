@@ -271,6 +271,8 @@ class ModelConfig(Stack):
             raise UnsupportedError("pooling beside a vision tower is not supported")
         if self.bidirectional and self.pooling is None:
             raise UnsupportedError("bidirectional without pooling is not supported: what sees the end of a text embeds it")
+        if self.pooling is not None and self.pooling.ranks and not self.bidirectional:
+            raise UnsupportedError("pooling that ranks without bidirectional is not supported")
         if self.pooling is not None and self.pooling.kind == "cls" and not self.bidirectional:
             raise FormatError("config pooling is cls without bidirectional: the first token sees nothing of a text")
 

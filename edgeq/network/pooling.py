@@ -10,7 +10,7 @@ from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.json_records import check_flag, check_integer, known, list_of
 
 POOLINGS = ("last", "mean", "cls")
-DENSE_ACTIVATIONS = ("none", "tanh")
+DENSE_ACTIVATIONS = ("none", "tanh", "sigmoid")
 MAX_DENSE, MAX_WIDTH = 8, 131_072
 """Dense layers of a file, and channels of one: published models have two, of 3072."""
 MAX_CHARACTERS = 1 << 17
@@ -40,11 +40,13 @@ class Pooling:
 
     normalize   divided by its Euclidean norm
     dense       layers that it goes through before
+    ranks       the text is a pair, and its vector one number: how well the second answers the first
     """
 
     kind: str
     normalize: bool
     dense: tuple[DenseLayer, ...] = ()
+    ranks: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in POOLINGS:
@@ -52,6 +54,9 @@ class Pooling:
         check_flag("pooling normalize", self.normalize)
         if len(self.dense) > MAX_DENSE:
             raise FormatError(f"config pooling has {len(self.dense)} dense layers; at most {MAX_DENSE} are possible")
+        check_flag("pooling ranks", self.ranks)
+        if self.ranks and (self.normalize or not self.dense or self.dense[-1].width != 1):
+            raise FormatError("config pooling ranks, and its vector is not one number as the last dense layer gives it")
 
     def shapes(self, hidden_size: int) -> list[tuple[int, int]]:
         """(rows, columns) of the dense layers of a model whose states have `hidden_size` channels."""
@@ -63,8 +68,8 @@ class Pooling:
         return self.dense[-1].width if self.dense else hidden_size
 
     def record(self) -> dict[str, Any]:
-        """What JSON holds of it: dense layers only where there are some."""
-        return {key: value for key, value in asdict(self).items() if key != "dense" or self.dense}
+        """What JSON holds of it: dense layers, and that it ranks, only where that is so."""
+        return {key: value for key, value in asdict(self).items() if value or key not in ("dense", "ranks")}
 
     @classmethod
     def read(cls, data: Any, where: str) -> Pooling:

@@ -57,11 +57,13 @@ class PicturePlace:
 class Prompt:
     """tokens     those of pictures are in it
     pictures   in their order;  places: theirs, ascending
+    second     index of the token with which the second text of a pair begins; 0: there is none, or no token says so
     """
 
     tokens: list[int]
     pictures: tuple[Picture, ...] = ()
     places: tuple[PicturePlace, ...] = ()
+    second: int = 0
 
     def after(self, count: int) -> Prompt:
         """What is left to run where the first `count` tokens are in a cache."""

@@ -65,10 +65,30 @@ class SafeTokenizer:
                 lines = confined(lambda: _encoded(self.tokenizer, texts, add_special_tokens), limits).split("\n")
                 found = [[int(i) for i in line.split()] for line in lines]
         for ids, length in zip(found, lengths, strict=True):
-            if len(ids) > MAX_TOKENS_PER_BYTE * length + EXTRA_TOKENS:
-                raise FormatError(
-                    f"the file's tokenizer makes {len(ids)} tokens of {length} bytes; convert the checkpoint again"
-                )
+            _check_count(len(ids), length)
+        return found
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """The tokens of pairs of texts, with those that the tokenizer puts around and between them, and the segment of each.
+
+        InputError: not UTF-8.  FormatError: as `encode`.
+        """
+        try:
+            lengths = [len(first.encode("utf-8")) + len(second.encode("utf-8")) for first, second in pairs]
+        except UnicodeEncodeError:
+            raise InputError("the text is not valid UTF-8; save it as UTF-8") from None
+        with sound():
+            if self.is_linear:
+                encoded = self.tokenizer.encode_batch(list(pairs), add_special_tokens=True)
+                found = [(list(each.ids), list(each.type_ids)) for each in encoded]
+            else:
+                total = sum(lengths)
+                limits = ConfinementLimits(memory=(256 << 20) + 512 * total, seconds=5 + (total >> 18))
+                lines = confined(lambda: _encoded_pairs(self.tokenizer, pairs), limits).split("\n")
+                numbers = [[int(i) for i in line.split()] for line in lines]
+                found = list(zip(numbers[::2], numbers[1::2], strict=True))
+        for (ids, _), length in zip(found, lengths, strict=True):
+            _check_count(len(ids), length)
         return found
 
     def decode(self, tokens: list[int]) -> str:
@@ -141,6 +161,18 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: boo
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     encoded = (tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts)
     return "\n".join(" ".join(map(str, each.ids)) for each in encoded)
+
+
+def _encoded_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> str:
+    """In a child: the tokens of each pair in a line, and their segments in the next."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    encoded = (tokenizer.encode(first, second, add_special_tokens=True) for first, second in pairs)
+    return "\n".join(" ".join(map(str, line)) for each in encoded for line in (each.ids, each.type_ids))
+
+
+def _check_count(tokens: int, length: int) -> None:
+    if tokens > MAX_TOKENS_PER_BYTE * length + EXTRA_TOKENS:
+        raise FormatError(f"the file's tokenizer makes {tokens} tokens of {length} bytes; convert the checkpoint again")
 
 
 def _digest(data: bytes) -> str:

@@ -62,6 +62,12 @@ class Tokenizer:
         begun = [self.bos, *ids] if self.add_bos and self.bos is not None else ids
         return begun if self.end is None else [*begun, self.end]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+        """Tokens of pairs of texts as a model was trained to see them, and the index of the first token of the second segment;
+        0: the tokenizer has no segments."""
+        encoded = self._tokenizer.encode_pairs(pairs)
+        return [(ids, kinds.index(1) if 1 in kinds else 0) for ids, kinds in encoded]
+
     def encode_part(self, text: str) -> list[int]:
         """Tokens of a part of a rendered chat: nothing is put before it, control tokens spelled in it are control tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False)

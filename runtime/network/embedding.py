@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,8 @@ TINY = 1e-12
 """The least norm that a vector is divided by, as in torch."""
 
 
-def check_embeds(file: ModelFile) -> Pooling:
-    """How the model of a file pools.  InputError: it continues texts."""
+def check_pools(file: ModelFile) -> Pooling:
+    """How the model of a file, which embeds texts or ranks documents, pools.  InputError: it continues texts."""
     pooling = file.metadata.config.pooling
     if pooling is None:
         raise InputError(
@@ -40,9 +41,36 @@ def check_embeds(file: ModelFile) -> Pooling:
     return pooling
 
 
+def check_embeds(file: ModelFile) -> Pooling:
+    """The same of a model that embeds texts.  InputError: it continues them, or ranks documents."""
+    pooling = check_pools(file)
+    if pooling.ranks:
+        raise InputError(
+            f"{file.path}: this model gives a score to each document for a query, and no vectors; use edgeq rerank, "
+            "Model.rerank or /v1/rerank"
+        )
+    return pooling
+
+
+def check_ranks(file: ModelFile) -> Pooling:
+    """The same of a model that ranks documents.  InputError: it does not."""
+    pooling = file.metadata.config.pooling
+    if pooling is None or not pooling.ranks:
+        does = "continues texts" if pooling is None else "makes vectors of texts, which edgeq embed gives"
+        raise InputError(
+            f"{file.path}: this model {does}; to rank documents convert a reranker, such as BAAI/bge-reranker-v2-m3"
+        )
+    return pooling
+
+
 def check_continues(file: ModelFile, more: str = "") -> None:
     """InputError: the model of a file embeds texts; `more`: what can be done with it, for the end of the message."""
     pooling = file.metadata.config.pooling
+    if pooling is not None and pooling.ranks:
+        raise InputError(
+            f"{file.path}: this model ranks documents and has no head to continue texts with; use edgeq rerank, Model.rerank "
+            f"or /v1/rerank{more}"
+        )
     if pooling is not None:
         raise InputError(
             f"{file.path}: this model embeds texts ({pooling.kind} pooling) and has no head to continue them with; use edgeq "
@@ -81,12 +109,22 @@ def finished(vector: Vectors, pooling: Pooling, dimensions: int | None) -> Vecto
     return np.asarray(wide / max(float(np.sqrt(wide @ wide)), TINY), np.float32)
 
 
+def sigmoid(x: Vectors) -> Vectors:
+    """1 / (1 + exp(-x)), whose exponential is never large."""
+    small = np.exp(-np.abs(x))
+    return np.asarray(np.where(x >= 0, 1, small) / (1 + small), np.float32)
+
+
+ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {"none": lambda x: x, "tanh": np.tanh, "sigmoid": sigmoid}
+"""Those of dense layers."""
+
+
 class DenseHead:
     """The layers that the pooled vector of a text goes through, of a file; without some it stays as it is."""
 
     def __init__(self, file: ModelFile) -> None:
         self._config = file.metadata.config
-        self._pooling, arrays = check_embeds(file), file.metadata.arrays
+        self._pooling, arrays = check_pools(file), file.metadata.arrays
         refs = {name: arrays[name] for name in dense_shapes(self._config)}
         self._arrays = {name: as_float32(file.array(ref), ref.dtype) for name, ref in refs.items()}
 
@@ -100,10 +138,23 @@ class DenseHead:
             # One vector at a time: what a product of several gives depends on how many they are.
             x = self._arrays[f"dense.{index}"] @ x
             x = x + self._arrays[f"dense.{index}_bias"] if layer.bias else x
-            x = np.tanh(x) if layer.activation == "tanh" else x
+            x = ACTIVATIONS[layer.activation](x)
         if not np.isfinite(x).all():
             raise FormatError(NOT_FINITE.replace("logits", "states"))
         return finished(x, self._pooling, dimensions)
+
+
+class RankedDocument(NamedTuple):
+    """A document of a ranking: which it is, from 0 on, and how well it answers the query; more is better."""
+
+    index: int
+    relevance_score: float
+
+
+def ranked(scores: Sequence[float], top_n: int | None = None) -> list[RankedDocument]:
+    """The best first, equals in their order."""
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    return [RankedDocument(i, scores[i]) for i in order[:top_n]]
 
 
 class Embedder:
@@ -119,7 +170,7 @@ class Embedder:
 
         InputError: the model continues texts.
         """
-        self.pooling, self.pooler = check_embeds(file), pooler
+        self.pooling, self.pooler = check_pools(file), pooler
         self.width = self.pooling.vector_size(file.metadata.config.hidden_size)
         self._file, self._config, self._context, self._text = file, file.metadata.config, context, text
 
@@ -145,12 +196,39 @@ class Embedder:
 
     def embed(self, texts: Texts, dimensions: int | None, prompt: str | None, on_progress: OnPrompt | None) -> Vectors:
         callback("on_progress", on_progress)
+        check_embeds(self._file)
         check_dimensions(dimensions, self.width)
         given = [texts] if isinstance(texts, str) else texts
         if isinstance(given, (bytes, bytearray)) or not isinstance(given, Sequence):
             raise wrong("texts", texts, "a string, or a list of strings or lists of token ids")
         instruction = instruction_of(self._file, prompt)
-        read = [Prompt(self.tokens(text, instruction)) for text in given]
+        return self.read([Prompt(self.tokens(text, instruction)) for text in given], dimensions, on_progress)
+
+    def pairs(self, query: str, documents: Sequence[str]) -> list[Prompt]:
+        """A query with each of the documents.  InputError: not texts, or an empty one."""
+        for name, texts in (("query", [query]), ("documents", documents)):
+            if isinstance(texts, (str, bytes, bytearray)) or not isinstance(texts, Sequence):
+                raise wrong(name, texts, "a list of strings")
+            for text in texts:
+                if not isinstance(text, str):
+                    raise wrong(name, text, "a string" if name == "query" else "strings")
+                if not text:
+                    raise InputError(f"`{name}` has an empty text; give at least one character")
+        encoded = self._text().encode_pairs([(query, document) for document in documents])
+        return [Prompt(tokens, second=second) for tokens, second in encoded]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], top_n: int | None, on_progress: OnPrompt | None
+    ) -> list[RankedDocument]:
+        callback("on_progress", on_progress)
+        check_ranks(self._file)
+        if top_n is not None:
+            integer("top_n", top_n, 1, 1 << 62, "how many of the best documents are given, or None")
+        scores = self.read(self.pairs(query, documents), None, on_progress)[:, 0].tolist()
+        return ranked(scores, top_n)
+
+    def read(self, read: Sequence[Prompt], dimensions: int | None, on_progress: OnPrompt | None) -> Vectors:
+        """The vectors of texts, each after it was through the dense layers."""
         for each in read:
             check_length(len(each.tokens), self._context)
         done, total = 0, sum(len(each.tokens) for each in read)

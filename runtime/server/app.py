@@ -35,6 +35,7 @@ from edgeq.runtime.server.interfaces.embeddings import Embedding, Embeddings, re
 from edgeq.runtime.server.interfaces.fields import Chat, Completion
 from edgeq.runtime.server.interfaces.messages import CountFields, Messages, message_job, prompt_of, use_of
 from edgeq.runtime.server.interfaces.messages_answer import MessagesAnswer
+from edgeq.runtime.server.interfaces.rerank import Ranking, Rerank, refuse_rankings
 from edgeq.runtime.server.interfaces.responses import Responses, renamed, responses_job
 from edgeq.runtime.server.interfaces.responses_answer import ResponsesAnswer
 from edgeq.runtime.server.metrics import Metrics
@@ -109,6 +110,7 @@ class Server:
             "/completions": (self._continuing(self._completions), ["POST"]),
             "/responses": (self._continuing(self._responses), ["POST"]),
             "/embeddings": (self._embeddings, ["POST"]),
+            "/rerank": (self._rerank, ["POST"]),
             "/messages": (self._continuing(self._messages), ["POST"]),
             "/messages/count_tokens": (self._continuing(self._count_tokens), ["POST"]),
             "/models": (self._models, ["GET"]),
@@ -239,6 +241,14 @@ class Server:
     async def _embeddings(self, request: Request) -> Response:
         refuse_texts(self.model)
         asked = await self.bodies.read(request, Embeddings, lambda fields, who: Embedding(self.model, fields, who))
+        return await self._read_texts(request, asked)
+
+    async def _rerank(self, request: Request) -> Response:
+        refuse_rankings(self.model)
+        asked = await self.bodies.read(request, Rerank, lambda fields, who: Ranking(self.model, fields, who))
+        return await self._read_texts(request, asked)
+
+    async def _read_texts(self, request: Request, asked: Embedding | Ranking) -> Response:
         await collected(request, self.owner.submit(asked.jobs), asked)
         title = self.settings.title(None)
         body = await asyncio.get_running_loop().run_in_executor(self._pool, asked.body, title)

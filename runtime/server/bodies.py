@@ -15,6 +15,7 @@ from edgeq.runtime.server.interfaces.chat_request import Asker
 from edgeq.runtime.server.interfaces.embeddings import Embeddings
 from edgeq.runtime.server.interfaces.fields import GenerationFields, decoded, fields, named
 from edgeq.runtime.server.interfaces.messages import CountFields
+from edgeq.runtime.server.interfaces.rerank import Rerank
 from edgeq.runtime.server.interfaces.responses import Responses
 from edgeq.runtime.server.metrics import Metrics
 from edgeq.runtime.server.settings import Settings
@@ -28,7 +29,7 @@ so that only as many are read as the pool has threads."""
 SMALL_BODY = 64 << 10
 """Bytes of one that there is always room for."""
 T = TypeVar("T")
-F = TypeVar("F", bound=CountFields | GenerationFields | Responses | Embeddings)
+F = TypeVar("F", bound=CountFields | GenerationFields | Responses | Embeddings | Rerank)
 
 
 class Bodies:

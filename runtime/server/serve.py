@@ -14,6 +14,7 @@ import anyio
 import uvicorn
 
 from edgeq.errors import InputError
+from edgeq.pictures.prompt import Prompt
 from edgeq.runtime.model import Model
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.server.app import Server
@@ -59,7 +60,7 @@ def warm(model: Model) -> None:
     tokens = [1 + i % (model.config.vocab_size - 1) for i in range(min(WARM_TOKENS, context))]
     for _ in range(2):
         if model.config.pooling:
-            model.embed([tokens])
+            model.embedder.read([Prompt(tokens)], None, None)
         else:
             model.generate(tokens, max_tokens=2, sampling=Sampling(), ignore_eos=True).text()
     machine.release_freed_memory()

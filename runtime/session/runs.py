@@ -18,6 +18,7 @@ from edgeq.errors import InputError
 from edgeq.format.records import Mode
 from edgeq.pictures.prompt import PicturePlace, Prompt, positions
 from edgeq.runtime.network.pictures import PictureFeatures
+from edgeq.runtime.session.whole_text import WholeTexts
 from edgeq.targets.capabilities import Largest
 from edgeq.targets.rows import TEXT, VISION, Page, Rows
 from edgeq.targets.states import SessionState
@@ -36,7 +37,7 @@ class Runnable(Protocol):
     vision_s: float
     lock: Lock
     has_states: bool
-    ranges: tuple[int, ...]
+    whole: WholeTexts | None
 
     @property
     def pages(self) -> Sequence[Page]: ...
@@ -73,6 +74,7 @@ class BatchItem(NamedTuple):
 
     places    of all pictures that the session has from then on; empty: of those that it has already
     vectors   float32 [V, width] that tokens of pictures bring, and which each token brings, int32; -1: none
+    second    index of the token with which the second text of a pair begins; 0: there is none
     """
 
     session: Runnable
@@ -80,6 +82,7 @@ class BatchItem(NamedTuple):
     wanted: Sequence[int]
     places: tuple[PicturePlace, ...] = ()
     vectors: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
+    second: int = 0
 
 
 class Chunks:
@@ -94,6 +97,7 @@ class Chunks:
         self._tokens = session.check(tokens.tokens if isinstance(tokens, Prompt) else tokens, visual)
         self._session, self._begun = session, len(session.tokens)
         self._seen = session.features(tokens) if isinstance(tokens, Prompt) else None
+        self._second = tokens.second if isinstance(tokens, Prompt) else 0
         self.left = len(self._tokens)
 
     @property
@@ -109,7 +113,8 @@ class Chunks:
             vectors = seen.between(self._begun + done, self._begun + done + len(chunk))
             self._session.vision_s += seen.seconds - before
         self.left -= len(chunk)
-        return BatchItem(self._session, chunk, [] if self.left else [len(chunk) - 1], seen.places if seen else (), vectors)
+        wanted, places = [] if self.left else [len(chunk) - 1], seen.places if seen else ()
+        return BatchItem(self._session, chunk, wanted, places, vectors, self._second)
 
 
 def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summing: bool = False) -> list[Logits]:
@@ -183,20 +188,6 @@ def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
     return positions(item.places or item.session.places, held, held + len(item.tokens), axes)
 
 
-def _spans(items: Sequence[BatchItem], ranges: Sequence[int]) -> NDArray[np.int32]:
-    """What tokens of whole texts see that see both ways, as Rows.spans, a kind for each of the sliding windows `ranges`.
-
-    InputError: an item is not the beginning of its session.
-    """
-    if any(item.session.tokens for item in items):
-        raise InputError("this model sees a text in both directions: a session holds one, which runs at once; rewind it to 0")
-    lengths = np.array([len(item.tokens) for item in items], np.int32)
-    ends = np.repeat(lengths, lengths)
-    slots = np.arange(len(ends), dtype=np.int32) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    reach = [(np.maximum(slots - w + 1, 0), np.minimum(slots + w, ends)) if w else (0 * slots, ends) for w in ranges]
-    return np.array(reach, np.int32)
-
-
 def _rows_of(items: Sequence[BatchItem]) -> Rows:
     """The rows of a run: the items one after another, each continuing its session."""
     # Lists of Python and one array of each: for the few rows of a decode step numpy's own ways take longer than a small model.
@@ -212,8 +203,11 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
         pages=[item.session.pages for item in items],
         wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
     )
-    if items[0].session.ranges:
-        rows.spans = _spans(items, items[0].session.ranges)
+    if (whole := items[0].session.whole) is not None:
+        if any(held):
+            raise InputError("this model sees a text in both directions: a session holds one, as one run; rewind it to 0")
+        lengths = [len(item.tokens) for item in items]
+        rows.spans, rows.positions = whole.spans(lengths), whole.positions(slots, [item.second for item in items], lengths)
     if items[0].session.has_states:
         rows.states = [item.session.state_of_run(len(item.tokens)) for item in items]
     brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]

@@ -22,6 +22,7 @@ from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.runtime.session.requantize import SessionRequantizer
 from edgeq.runtime.session.runs import BatchItem, Chunks, Logits, RowOrder, run_together
 from edgeq.runtime.session.session_file import Origin
+from edgeq.runtime.session.whole_text import WholeTexts
 from edgeq.targets.capabilities import FindsLargest, HoldsStates, Largest
 from edgeq.targets.requantization import Weights
 from edgeq.targets.rows import Page, Rows
@@ -64,11 +65,11 @@ class Session:
         requantizer: SessionRequantizer | None,
         registry: WeakSet[Session],
         pictures: Pictures | None = None,
-        ranges: tuple[int, ...] = (),
+        whole: WholeTexts | None = None,
     ) -> None:
         """registry   the open sessions of the model, in which forks are entered too
         pictures   how the model sees; None: it reads text alone
-        ranges     as of ModelConfig: where there are some, a session holds one text, which is one run
+        whole      how it reads texts whose tokens see both ways: a session holds one, which is one run; None: they do not
         """
         self.context = context
         self.tokens: list[int] = []
@@ -87,7 +88,7 @@ class Session:
         self._origin = origin
         self._requantizer = requantizer
         self._registry = registry
-        self._pictures, self.ranges = pictures, ranges
+        self._pictures, self.whole = pictures, whole
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -121,7 +122,7 @@ class Session:
         requantizer = self._requantizer.fork() if self._requantizer else None
         forked = Session(
             program, self._vocab_size, self.context, self.lock, prefill_rate=self._prefill_rate, origin=self._origin,
-            requantizer=requantizer, registry=self._registry, pictures=self._pictures, ranges=self.ranges,
+            requantizer=requantizer, registry=self._registry, pictures=self._pictures, whole=self.whole,
         )  # fmt: skip
         forked.tokens, forked.places, forked.row_order = list(self.tokens), self.places, self.row_order
         forked.logits = None if self.logits is None else self.logits.copy()
@@ -189,7 +190,7 @@ class Session:
         if chunks.sees and on_progress is not None:
             on_progress(0, total)
         while chunks.left:
-            most = min(total if self.ranges else self._prefill_rate.rows(seconds), self._program.options.max_rows)
+            most = min(total if self.whole else self._prefill_rate.rows(seconds), self._program.options.max_rows)
             item, before = chunks.next(most), perf_counter()
             logits = run_together([item], summing=summing)[0]
             self._prefill_rate.record(len(item.tokens), perf_counter() - before, len(item.tokens) == most)

@@ -1,4 +1,4 @@
-"""`edgeq embed`, and what other commands say of a file that embeds."""
+"""`edgeq embed` and `edgeq rerank`, and what other commands say of their files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from edgeq.runtime import Model
 from tests.cli.refusal import refused
 from tests.cli.running import Run, objects
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
+from tests.encoder_checkpoints import bert_reranker
+
+QUERY = "What is the capital of France?"
+DOCUMENTS = ["Bananas are yellow.", "Paris is the capital.", "tab\there"]
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +144,51 @@ def test_a_checkpoint_without_modules_needs_to_be_told(edgeq: Run, source: Path,
     assert edgeq("convert", folder, "-o", out, "--pooling", "mean").exit_code == 0
     assert "mean pooling, normalized" in edgeq("inspect", out).stdout
     refused(edgeq("convert", source, "-o", out, "--pooling", "mean", "--force"), "modules.json says last")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, edgeq: Run) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    result = edgeq("convert", bert_reranker(folder / "source"), "-o", folder / "ranks.edgeq", "--bits", 8, "--group-size", 32)
+    assert result.exit_code == 0, result.stderr
+    return folder / "ranks.edgeq"
+
+
+def test_a_line_for_every_document_the_best_first(edgeq: Run, ranks: Path, tmp_path: Path) -> None:
+    with Model.load(ranks) as model:
+        wanted = model.rerank(QUERY, DOCUMENTS)
+    result = edgeq("rerank", ranks, "-q", QUERY, *DOCUMENTS)
+    assert result.exit_code == 0, result.stderr
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [(int(index), json.loads(text)) for _, index, text in lines] == [(i, DOCUMENTS[i]) for i, _ in wanted]
+    assert all(abs(float(line[0]) - score) <= 1e-6 for line, (_, score) in zip(lines, wanted, strict=True))
+    assert "ranked   3 documents" in result.stderr and "tok/s" in result.stderr
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
+    found = objects(edgeq("rerank", ranks, "-q", QUERY, "--file", file, "-n", 2, "--json"))
+    results = [{"index": i, "relevance_score": score, "document": {"text": DOCUMENTS[i]}} for i, score in wanted[:2]]
+    assert found["results"] == results and found["documents"] == 3 and found["tokens"] > 3
+    found = objects(edgeq("rerank", ranks, "-q", QUERY, "--json", input="\n".join(DOCUMENTS)))
+    assert [each["index"] for each in found["results"]] == [i for i, _ in wanted]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("-q", "a"), ("there is no document: give DOC...",)),
+        (("-q", "", "a"), ("`query` has an empty text",)),
+        (("-q", "a", "b", "--file", "c"), ("both DOC and --file",)),
+        (("-q", "a", "b", "-n", "0"), ("top_n",)),
+        (("-q", "a", "b " * 200), ("tokens, the context 192 positions",)),
+    ],
+)
+def test_what_cannot_be_ranked_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...], edgeq: Run, ranks: Path) -> None:
+    refused(edgeq("rerank", ranks, *arguments, input=""), *words)
+
+
+def test_other_models_and_other_commands(edgeq: Run, ranks: Path, demo: Path) -> None:
+    refused(edgeq("rerank", demo, "-q", "a", "b"), "continues texts", "convert a reranker")
+    refused(edgeq("embed", ranks, "-p", "a"), "gives a score", "edgeq rerank")
+    refused(edgeq("run", ranks, "-p", "a"), "ranks documents", "edgeq rerank")
+    shown = edgeq("inspect", ranks)
+    assert "no head: ranks documents" in shown.stdout

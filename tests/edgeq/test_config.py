@@ -206,6 +206,23 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         FormatError,
         "cls without bidirectional",
     ),
+    "a ranking of two numbers": (
+        {"tie_word_embeddings": False, "pooling": {"kind": "mean", "normalize": False, "ranks": True, "dense": [{"width": 2}]}},
+        FormatError,
+        "pooling ranks, and its vector is not one number",
+    ),
+    "a ranking of what sees no end": (
+        {"tie_word_embeddings": False, "pooling": {"kind": "mean", "normalize": False, "ranks": True, "dense": [{"width": 1}]}},
+        UnsupportedError,
+        "ranks without bidirectional",
+    ),
+    "segments of rotated positions": ({"segments": 2}, FormatError, "segments is 2; expected an integer from 1 to 1"),
+    "a residual by an unknown name": ({"normed_residual": "last"}, UnsupportedError, "normed_residual 'last' is not known"),
+    "a normed residual beside norms after": (
+        {"normed_residual": "all", "post_norms": True},
+        UnsupportedError,
+        "normed_residual is supported with pre_norms, without post_norms",
+    ),
     "both ways without pooling": ({"bidirectional": True}, UnsupportedError, "bidirectional without pooling"),
     "both ways as a number": ({"bidirectional": 1}, FormatError, "bidirectional is 1"),
     "dense layers as a number": (

@@ -1,13 +1,14 @@
-"""The options of `edgeq embed`."""
+"""The options of `edgeq embed`, and the command `edgeq rerank`, options only."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from edgeq.tools.cli.help_sections import decorated
-from edgeq.tools.cli.options import EXECUTION_OPTIONS, THREADS, text
+from edgeq.tools.cli.options import EXECUTION_OPTIONS, JSON, MODEL, THREADS, text
 
 EMBED_OPTIONS = decorated(
     text("-p", "--text", "texts", metavar="TEXT", multiple=True, help="A text; can be given more than once."),
@@ -29,3 +30,41 @@ EMBED_OPTIONS = decorated(
     THREADS,
     EXECUTION_OPTIONS,
 )
+
+
+@click.command(
+    "rerank",
+    short_help="Rank documents for a query.",
+    epilog="""
+    edgeq rerank bge-reranker.edgeq -q "What is the capital of France?" "Paris is the capital." "Bananas are yellow."
+    edgeq rerank bge-reranker.edgeq -q "What is the capital of France?" --file documents.jsonl -n 10
+    """,
+)
+@MODEL
+@click.argument("documents", metavar="DOC...", nargs=-1)
+@text("-q", "--query", metavar="TEXT", required=True, help="What the documents are to answer.")
+@text(
+    "--file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help='Documents: a UTF-8 file of JSON lines, a string each, or an object with "text".',
+)
+@text("-n", "--top-n", type=int, metavar="N", help="Give the N best.  [default: all]")
+@text(
+    "-c",
+    "--context",
+    type=int,
+    metavar="N",
+    help="Tokens of the query and the longest document together.  [default: 4096, or as many as the longest has]",
+)
+@THREADS
+@EXECUTION_OPTIONS
+@JSON
+def rerank(**options: Any) -> None:
+    """Rank documents by how well each answers a query: each DOC, line of --file or of standard input.  For rerankers.
+
+    A line for each, the best first: its score, its number, from 0 on, and its text as JSON.
+    """
+    from edgeq.tools.commands.embed import rerank as command
+
+    command(**options)

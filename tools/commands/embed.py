@@ -1,4 +1,4 @@
-"""`edgeq embed`: texts become vectors."""
+"""`edgeq embed`: texts become vectors.  `edgeq rerank`: documents get scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
-from edgeq.runtime.network.embedding import check_dimensions, check_embeds, instruction_of
+from edgeq.runtime.network.embedding import check_dimensions, check_embeds, check_ranks, instruction_of
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
 from edgeq.text.tokenizer import Tokenizer
 from edgeq.tools.cli.terminal import note, progress
@@ -78,12 +78,55 @@ def embed(
     note(f"embedded {len(given):,} text{'s' * (len(given) > 1)}, {tokens:,} tokens: {tokens / seconds:,.1f} tok/s")
 
 
-def all_texts(texts: Sequence[str], file: Path | None) -> Iterator[str]:
-    """The texts of -p, of the lines of --file, or of those of standard input.  InputError: more than one of them."""
+def rerank(
+    *,
+    model: Path,
+    query: str,
+    documents: tuple[str, ...],
+    file: Path | None,
+    top_n: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """A line for every document, the best first, or one JSON object; the speed on standard error.
+
+    InputError: the model is no reranker, no document, a file that cannot be read, or an option out of range.
+    """
+    opened = ModelFile.open(model)
+    check_ranks(opened)
+    asked, given = argument(query, "-q"), list(all_texts(documents, file, "DOC"))
+    if not given:
+        raise InputError("there is no document: give DOC..., --file FILE, or lines on standard input")
+    if options["context"] is None:
+        options["context"] = context_for(opened, asked, given)
+    loaded, started, tokens = load(model, None, options | UNUSED, embeds=True), perf_counter(), 0
+    with progress() as report:
+
+        def ran(done: int, total: int) -> None:
+            nonlocal tokens
+            tokens = total
+            report(len(given) * done / total, len(given), "documents")
+
+        found = loaded.rerank(asked, given, top_n=top_n, on_progress=ran)
+    seconds = perf_counter() - started
+    if as_json:
+        results = [{**each._asdict(), "document": {"text": given[each.index]}} for each in found]
+        spent = {"documents": len(given), "tokens": tokens, "rerank_s": seconds, "tokens_per_s": tokens / seconds}
+        click.echo(json.dumps({"results": results, **spent, "context": loaded.context, **identification(loaded)}))
+        return
+    for index, score in found:
+        click.echo(f"{score:.6f}\t{index}\t{json.dumps(given[index], ensure_ascii=False)}")
+    note(f"model    {describe(loaded.file)}")
+    note(f"runs on  {loaded.description}")
+    note(f"ranked   {len(given):,} document{'s' * (len(given) > 1)}, {tokens:,} tokens: {tokens / seconds:,.1f} tok/s")
+
+
+def all_texts(texts: Sequence[str], file: Path | None, option: str = "-p") -> Iterator[str]:
+    """The texts of `option`, of the lines of --file, or of those of standard input.  InputError: more than one of them."""
     if texts and file is not None:
-        raise InputError("both -p and --file are given; pass one of them")
+        raise InputError(f"both {option} and --file are given; pass one of them")
     if texts:
-        yield from (argument(text, "-p") for text in texts)
+        yield from (argument(text, option) for text in texts)
     elif file is not None:
         for number, line in enumerate(utf8(read_bytes(file), str(file)).splitlines(), 1):
             yield text_of(line, f"{file}: line {number}")

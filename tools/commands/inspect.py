@@ -165,7 +165,8 @@ def show(facts: dict[str, Any]) -> None:
     console.print(f"identity {facts['identity']}" + ("  every byte verified" if facts["verified"] else ""))
     head = f"{'tied' if config['tie_word_embeddings'] else 'own'} head"
     if config["pooling"]:
-        head = f"no head: embeds texts, {config['pooling']['kind']} pooling"
+        does = "ranks documents" if config["pooling"].get("ranks") else "embeds texts"
+        head = f"no head: {does}, {config['pooling']['kind']} pooling"
         head += ", normalized" if config["pooling"]["normalize"] else ", not normalized"
     heads = f"{config['num_attention_heads']} heads of {config['head_dim']} ({config['num_key_value_heads']} key/value)"
     console.print(

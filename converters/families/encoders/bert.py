@@ -11,9 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.converters.families.family import EMBEDDING, NORM, POSITIONS, FamilyDescription, Values, linear_module
+from edgeq.converters.families.family import (
+    EMBEDDING,
+    NORM,
+    POSITIONS,
+    FamilyDescription,
+    Values,
+    linear_module,
+    nothing_unused,
+)
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
+from edgeq.network.pooling import DenseLayer, Pooling
 from edgeq.network.rope import Rope
 
 Sources = dict[str, TensorSource]
@@ -26,6 +35,7 @@ MODULES = {
     "down": "output.dense",
 }
 """Part of a layer -> the module of the checkpoint."""
+MODULE = "torch.nn.modules."
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
 
@@ -109,15 +119,69 @@ def types_of(values: Values) -> int:
 
 def of_checkpoint(values: Values) -> FamilyDescription:
     """The description of one BERT: where its positions lie depends on its keys."""
-    values = {**BERT_DEFAULTS, **values}
-    types_of(values)
-    return replace(BERT, sources=lambda config: bert_sources(config, values))
+    given = {**BERT_DEFAULTS, **values}
+    types_of(given)
+    return replace(BERT, sources=lambda config: bert_sources(config, given))
+
+
+def of_bert_reranker(values: Values) -> FamilyDescription:
+    given, names = {**BERT_DEFAULTS, **values}, ("pooler.dense", "classifier")
+    segments = segments_of(given)
+    return replace(
+        BERT_RERANKER,
+        settings=lambda keys: bert_settings(keys) | {"segments": segments},
+        sources=lambda config: bert_sources(config, given) | reranker_sources(config, names),
+    )
 
 
 def of_roberta(values: Values) -> FamilyDescription:
-    values = {**ROBERTA_DEFAULTS, **values}
-    types_of(values)
-    return replace(ROBERTA, sources=lambda config: bert_sources(config, values, first_position(values)))
+    given = {**ROBERTA_DEFAULTS, **values}
+    types_of(given)
+    return replace(ROBERTA, sources=lambda config: bert_sources(config, given, first_position(given)))
+
+
+def of_roberta_reranker(values: Values) -> FamilyDescription:
+    given, names = {**ROBERTA_DEFAULTS, **values}, ("classifier.dense", "classifier.out_proj")
+    types_of(given)
+    return replace(
+        ROBERTA_RERANKER,
+        sources=lambda config: bert_sources(config, given, first_position(given)) | reranker_sources(config, names),
+    )
+
+
+def score_layers(values: Values) -> tuple[DenseLayer, DenseLayer]:
+    """The head of a reranker: a layer with a tanh, and one that gives the score, in the range in which sentence-transformers
+    gives it: 0 to 1, unless the checkpoint says otherwise."""
+    labels = values.get("id2label")
+    if not isinstance(labels, dict) or len(labels) != 1:
+        found = len(labels) if isinstance(labels, dict) else 2
+        raise UnsupportedError(f"id2label has {found} labels; supported: rerankers, which have one")
+    named = values.get("sentence_transformers")
+    said = named.get("activation_fn") if isinstance(named, dict) else None
+    said = said or values.get("sbert_ce_default_activation_function") or f"{MODULE}activation.Sigmoid"
+    kinds = {f"{MODULE}activation.Sigmoid": "sigmoid", f"{MODULE}linear.Identity": "none"}
+    if not isinstance(said, str) or said not in kinds:
+        raise UnsupportedError(f"the score goes through {str(said)[:80]!r}; supported: {', '.join(kinds)}")
+    return DenseLayer(values["hidden_size"], True, "tanh"), DenseLayer(1, True, kinds[said])
+
+
+def bert_scores(values: Values) -> Pooling:
+    return Pooling("cls", False, score_layers(values), ranks=True)
+
+
+def reranker_sources(config: ModelConfig, names: tuple[str, str]) -> Sources:
+    """`names`: of the two layers of the head in the checkpoint."""
+    sizes = config.pooling.shapes(config.hidden_size) if config.pooling and config.pooling.ranks else []
+    return {
+        f"dense.{index}.{kind}": _same(f"{name}.{kind}", shape if kind == "weight" else shape[:1])
+        for index, (name, shape) in enumerate(zip(names, sizes, strict=False))
+        for kind in ("weight", "bias")
+    }
+
+
+def segments_of(values: Values) -> int:
+    """Tables of positions: where a second text is of another type than the first, it has its own."""
+    return min(types_of(values), 2)
 
 
 def unused(config: Any, tensor: str) -> bool:
@@ -164,4 +228,20 @@ ROBERTA = replace(
     renamed={"roberta.": ""},
     variants=of_roberta,
 )
-BERT_FAMILIES = (BERT, ROBERTA, replace(ROBERTA, architecture="RobertaModel"))
+BERT_RERANKER = replace(
+    BERT, architecture="BertForSequenceClassification", scores=bert_scores, variants=of_bert_reranker, unused=nothing_unused
+)
+ROBERTA_RERANKER = replace(
+    ROBERTA,
+    architecture="XLMRobertaForSequenceClassification",
+    scores=bert_scores,
+    variants=of_roberta_reranker,
+)
+BERT_FAMILIES = (
+    BERT,
+    ROBERTA,
+    replace(ROBERTA, architecture="RobertaModel"),
+    BERT_RERANKER,
+    ROBERTA_RERANKER,
+    replace(ROBERTA_RERANKER, architecture="RobertaForSequenceClassification"),
+)

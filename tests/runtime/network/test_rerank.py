@@ -1,0 +1,181 @@
+"""Rerankers: scores of pairs of texts equal those of transformers, whatever is ranked beside a document."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeq.converters.convert import convert
+from edgeq.converters.families import recognise
+from edgeq.converters.planning.options import ConvertOptions
+from edgeq.errors import InputError, UnsupportedError
+from edgeq.format.container import ModelFile
+from edgeq.network.pooling import DenseLayer, Pooling
+from edgeq.runtime import Batch, Model
+from edgeq.runtime.network.embedding import RankedDocument, ranked, sigmoid
+from edgeq.targets.reference import attention as reference_attention
+from tests.encoder_checkpoints import bert_reranker, xlm_reranker
+
+MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert_reranker, "xlm_roberta": xlm_reranker}
+QUERY = "What is the capital of France?"
+DOCUMENTS = ["Paris.", "The capital of France is Paris, and was so before.", "Bananas are yellow", "x" * 60, "?"]
+TARGETS = ("reference", "cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = MAKERS[family](tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def path(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str, **options: Any) -> Path:
+        key = repr((family, sorted(options.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("files") / "ranks.edgeq"
+            convert(str(source(family)), made[key], ConvertOptions(**options), lambda *_: None)
+        return made[key]
+
+    return get
+
+
+def loaded(path: Path, target: str = "cpu", **options: Any) -> Model:
+    return Model.load(path, target=target, threads=1, threads_prefill=1, **options)
+
+
+def expected(folder: Path, family: str, **changes: Any) -> list[float]:
+    """Scores by transformers; `changes` of what its tokenizer gives show what another reading would."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for document in DOCUMENTS:
+        given = {**tokenizer(QUERY, document, return_tensors="pt"), **changes}
+        if family == "xlm_roberta" or given.get("token_type_ids", 0) is None:
+            given.pop("token_type_ids", None)
+        with torch.no_grad():
+            found.append(float(model(**given).logits[0, 0]))
+    return [float(x) for x in sigmoid(np.array(found))] if family == "xlm_roberta" else found
+
+
+def scores(model: Model) -> list[float]:
+    return [each.relevance_score for each in sorted(model.rerank(QUERY, DOCUMENTS))]
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_scores_are_those_of_transformers(family: str, source: Any, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = expected(source(family), family)
+    assert max(wanted) - min(wanted) > 0.01
+    with loaded(path(family, method="none")) as model:
+        assert np.allclose(scores(model), wanted, atol=2e-3)
+    with loaded(path(family, bits=4, group_size=32)) as model:
+        assert len(scores(model)) == len(DOCUMENTS)
+    # Keys and values as they are, not in f16.
+    monkeypatch.setattr(reference_attention, "cached", lambda x, kv, keys: x)
+    with loaded(path(family, method="none"), "reference") as model:
+        assert np.allclose(scores(model), wanted, rtol=1e-5, atol=2e-6)
+
+
+def test_the_second_text_has_a_segment_of_its_own(source: Any, path: Any) -> None:
+    """Without it, as in a model of one text, the scores are others."""
+    config = ModelFile.open(path("bert", method="none")).metadata.config
+    assert config.segments == 2 and config.pooling == Pooling(
+        "cls", False, (DenseLayer(96, True, "tanh"), DenseLayer(1, True, "none")), ranks=True
+    )
+    assert ModelFile.open(path("xlm_roberta", method="none")).metadata.config.segments == 1
+    with loaded(path("bert", method="none")) as model:
+        found = scores(model)
+        assert not np.allclose(found, expected(source("bert"), "bert", token_type_ids=None), atol=2e-2)
+        ((tokens, second),) = model.text.encode_pairs([("a", "b")])
+        assert tokens == [2, 5, 3, 6, 3] and second == 3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", MAKERS)
+def test_a_score_does_not_depend_on_other_documents(family: str, target: str, path: Any) -> None:
+    with loaded(path(family, method="none"), target) as model:
+        together = model.rerank(QUERY, DOCUMENTS)
+        alone = [model.rerank(QUERY, [document])[0].relevance_score for document in DOCUMENTS]
+        assert [each.relevance_score for each in sorted(together)] == alone
+        assert [each.relevance_score for each in together] == sorted(alone, reverse=True)
+        assert model.rerank(QUERY, DOCUMENTS, top_n=2) == together[:2] and model.rerank(QUERY, []) == []
+
+
+def test_the_order_of_equals_is_theirs() -> None:
+    assert ranked([1.0, 2.0, 2.0, 0.5]) == [(1, 2.0), (2, 2.0), (0, 1.0), (3, 0.5)]
+    assert ranked([1.0, 2.0], 1) == [RankedDocument(1, 2.0)]
+    assert np.array_equal(sigmoid(np.array([-1e4, 0, 1e4], np.float32)), [0, 0.5, 1])
+
+
+@pytest.mark.parametrize(
+    ("query", "documents", "options", "message"),
+    [
+        ("", ["a"], {}, "`query` has an empty text"),
+        (5, ["a"], {}, "`query` is 5"),
+        ("a", "b", {}, "`documents` is 'b'; expected a list of strings"),
+        ("a", ["b", ""], {}, "`documents` has an empty text"),
+        ("a", [5], {}, "`documents` is 5"),
+        ("a", ["b"], {"top_n": 0}, "`top_n` is 0"),
+        ("a", ["b " * 200], {}, "tokens, the context 192 positions"),
+        ("a", ["b"], {"on_progress": 5}, "`on_progress` is 5"),
+    ],
+)
+def test_what_cannot_be_ranked_is_refused(query: Any, documents: Any, options: Any, message: str, path: Any) -> None:
+    with loaded(path("bert", method="none")) as model, pytest.raises(InputError, match=message):
+        model.rerank(query, documents, **options)
+
+
+def test_a_reranker_does_nothing_else(path: Any, tiny_path: Path) -> None:
+    with loaded(path("bert", method="none")) as model:
+        for refused in (lambda: model.embed("a"), lambda: model.generate("a"), lambda: Batch(model, 2)):
+            with pytest.raises(InputError, match=r"edgeq rerank, Model.rerank or /v1/rerank"):
+                refused()
+    with loaded(tiny_path) as model, pytest.raises(InputError, match="continues texts"):
+        model.rerank("a", ["b"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id2label": {"0": "a", "1": "b"}}, "id2label has 2 labels; supported: rerankers, which have one"),
+        ({"id2label": None}, "id2label has 2 labels"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "the score goes through 'torch"),
+    ],
+)
+def test_what_a_reranker_cannot_have_is_refused_by_key(changes: Any, message: str, source: Any) -> None:
+    config = json.loads((source("bert") / "config.json").read_text())
+    with pytest.raises(UnsupportedError, match=message):
+        recognise({**config, **changes})
+    with pytest.raises(UnsupportedError, match="gives a score and no vector; leave --pooling"):
+        recognise(config, pooling=Pooling("cls", True))
+
+
+def test_a_tokenizer_that_joins_texts_otherwise_is_refused(source: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(source("bert"), tmp_path / "other")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["pair"] = tokenizer["post_processor"]["pair"][:-1]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    try:
+        file = convert(str(folder), tmp_path / "a.edgeq", ConvertOptions(method="none"), lambda *_: None)
+    except UnsupportedError as error:
+        assert "of a pair of texts" in str(error)
+    else:
+        # Where transformers takes tokenizer.json as it is, both are the same.
+        assert file.metadata.config.segments == 2
