@@ -36,6 +36,13 @@ Rounded = Callable[[Tensor, int], Tensor]
 """Rows of a matrix, float32 [rows, columns], and the index of the first one -> the same rows after rounding."""
 
 
+DENSE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+
+
 def unchanged(rows: Tensor, first: int) -> Tensor:
     """`Rounded` of a head that stays as it is."""
     return rows
@@ -91,7 +98,7 @@ def vectors(states: Tensor, config: ModelConfig, tensors: Tensors) -> Tensor:
     for index, layer in enumerate(pooling.dense):
         bias = torch.from_numpy(tensors.whole(f"dense.{index}.bias")) if layer.bias else None
         x = nn.functional.linear(x, torch.from_numpy(tensors.whole(f"dense.{index}.weight")), bias)
-        x = {"none": lambda y: y, "tanh": torch.tanh, "sigmoid": torch.sigmoid}[layer.activation](x)
+        x = DENSE_ACTIVATIONS[layer.activation](x)
     return x
 
 

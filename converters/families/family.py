@@ -137,6 +137,9 @@ def network_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
         return (AFTER_VALUES, *(MLP_MAPPINGS[1:] if config.gated else ()))
     readers = ("gate", "up") if config.gated else ("up",)
     mixer, down = mixer_mappings(config), MLP_MAPPINGS[1:] if config.gated else ()
+    if config.normed_residual == "first":
+        # No scale passes the norm that attention of the first layer is added to; mappings are those of every layer.
+        mixer = (AFTER_VALUES,)
     if config.parallel_blocks == "one_norm":
         attention, *others = mixer
         return (replace(attention, consumers=(*attention.consumers, *readers)), *others, *down)

@@ -22,6 +22,7 @@ from edgeq.converters.families.decoders.opt import OPT_FAMILIES
 from edgeq.converters.families.decoders.qwen_next import QWEN_NEXT_FAMILIES
 from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
 from edgeq.converters.families.encoders.bert import BERT_FAMILIES
+from edgeq.converters.families.encoders.modernbert import MODERNBERT
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.qwen3_vl import QWEN3_VL
@@ -35,7 +36,7 @@ from edgeq.network.stack import MAX_SIZES
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
     GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, *QWEN_NEXT_FAMILIES, *GEMMA_4_FAMILIES,
-    *BERT_FAMILIES,
+    *BERT_FAMILIES, MODERNBERT,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}

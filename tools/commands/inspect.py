@@ -55,7 +55,7 @@ def blob_text(file: ModelFile, name: str) -> str:
 
 def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
     """Everything that is shown, as plain values: sizes in bytes, bandwidth in bytes per second."""
-    metadata = file.metadata
+    metadata, pooling = file.metadata, file.metadata.config.pooling
     groups = layers(list(metadata.linears.values()))
     blobs, kernels = sizes_of(file, metadata.blobs), sizes_of(file, metadata.kernels)
     arrays = sum(a.nbytes for a in metadata.arrays.values())
@@ -69,7 +69,7 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
         "identity": file.identity,
         "verified": verified,
         "segments": len(file.segments),
-        "config": asdict(metadata.config),
+        "config": asdict(metadata.config) | ({"pooling": pooling.record()} if pooling else {}),
         "default_mode": metadata.default_mode,
         "generation": metadata.generation,
         "provenance": metadata.provenance,

@@ -26,7 +26,16 @@ from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Sampling
 from edgeq.targets.reference import attention as reference_attention
 from tests.embedding_checkpoints import PROMPTS
-from tests.encoder_checkpoints import PADDING, WINDOW, bert, embedding_gemma, through_dense, write_dense, xlm_roberta
+from tests.encoder_checkpoints import (
+    PADDING,
+    WINDOW,
+    bert,
+    embedding_gemma,
+    modernbert,
+    through_dense,
+    write_dense,
+    xlm_roberta,
+)
 
 Vectors = NDArray[np.float32]
 TARGETS = ("reference", "cpu")
@@ -37,8 +46,14 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "embedding_gemma": embedding_gemma,
     "bert": bert,
     "xlm_roberta": xlm_roberta,
+    "modernbert": modernbert,
 }
-POOLED = {"embedding_gemma": ("mean", True), "bert": ("cls", True), "xlm_roberta": ("mean", False)}
+POOLED = {
+    "embedding_gemma": ("mean", True),
+    "bert": ("cls", True),
+    "xlm_roberta": ("mean", False),
+    "modernbert": ("mean", True),
+}
 Sources = Callable[[str], Path]
 
 
@@ -225,6 +240,9 @@ def test_the_network_of_bert(source: Any, path: Any) -> None:
         ("bert", {"layer_norm_eps": 1e-12}),
         ("bert", {"hidden_act": "gelu"}),
         ("xlm_roberta", {"hidden_act": "gelu_new"}),
+        ("modernbert", {"norm_eps": 1e-5}),
+        ("modernbert", {"local_attention": WINDOW - 2}),
+        ("modernbert", {"local_attention": WINDOW + 2}),
     ],
 )
 def test_another_reading_of_the_keys_gives_other_vectors(
@@ -232,6 +250,21 @@ def test_another_reading_of_the_keys_gives_other_vectors(
 ) -> None:
     with loaded(path(family, method="none"), "reference") as model:
         assert error(model.embed(TOKENS), expected(source(family), family, **changes)) > 5e-5
+
+
+def test_the_network_of_modernbert(source: Any, path: Any) -> None:
+    config = ModelFile.open(path("modernbert", method="none")).metadata.config
+    assert config.sliding_windows == (WINDOW // 2 + 1, 0) * 2 and (config.normed_residual, config.gated) == ("first", True)
+    assert config.local_rope is not None and (config.rope.theta, config.local_rope.theta) == (9000.0, 700.0)
+    published = {
+        "architectures": ["ModernBertModel"],
+        "global_rope_theta": 5e4,
+        "local_rope_theta": 2e3,
+        "num_hidden_layers": 7,
+    }
+    config = recognise(published, pooling=Pooling("cls", True))[1]
+    assert config.sliding_windows == (0, 65, 65, 0, 65, 65, 0)
+    assert config.local_rope is not None and (config.rope.theta, config.local_rope.theta) == (5e4, 2e3)
 
 
 @pytest.mark.parametrize("name", ["positions", "dense", "segment"])
