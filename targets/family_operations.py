@@ -4,6 +4,7 @@ before it, gates, norms of values, factors and caps."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from edgeq.format.records import ArrayRef
 from edgeq.targets.graph import Operation
@@ -34,10 +35,11 @@ class ShortConv(Operation):
 class SiluConv(Operation):
     """A convolution over the last rows of a session, channel by channel, and an activation (Qwen3-Next).
 
-    out = silu(sum over j < k of weight[:, j] * (x[:, :width] of slot t - k + 1 + j)), with k taps, of a row at slot t; what is
-    before slot 0 counts as 0.
+    out = silu(bias + sum over j < k of weight[:, j] * (x[:, :width] of slot t - k + 1 + j)), with k taps, of a row at slot t;
+    what is before slot 0 counts as 0.
 
-    weight   array [width, k];  state: a "tail" of the last k - 1 inputs, by its index in `Graph.states`
+    weight   array [width, k];  bias: array [width], or None
+    state    a "tail" of the last k - 1 inputs, by its index in `Graph.states`
     """
 
     x: str
@@ -45,6 +47,7 @@ class SiluConv(Operation):
     weight: ArrayRef
     out: str
     state: int
+    bias: ArrayRef | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,73 @@ def delta_state(key_heads: int, value_heads: int, key_dim: int, value_dim: int) 
     return StateSpec("sum", (value_heads, key_dim, value_dim), log)
 
 
+HEADS_TOGETHER = 4
+"""Heads, at most, that share what the log of a state space has of B."""
+
+
+@dataclass(frozen=True)
+class SsdScan(Operation):
+    """The scan of a state space of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): each head has a state S [state_dim, head_dim],
+    first 0.
+
+    x holds the inputs u [heads, head_dim], B and C, both [groups, state_dim], side by side.  For a row and head h, with B and C
+    of group h // (heads / groups), step = softplus(dt + dt_bias) within `limits` and g = -exp(decay_log) step:
+
+        S <- exp(g) S + B (step u)^T;  out = S^T C + skip u
+
+    A row computes that from S as it was before its log and from B, step u and g of the rows of the log up to it, as of
+    DeltaRule:
+
+        out = e S^T C_t + sum over j <= t of w_j (B_j . C_t) step_j u_j + skip u_t
+
+    The last row of a log makes e S + sum over j of w_j B_j (step_j u_j)^T the S of the next.
+
+    dt   a buffer [heads];  decay_log, dt_bias, skip: arrays [heads];  state: `ssd_state` of its sizes, by its index in
+         `Graph.states`
+    """
+
+    x: str
+    dt: str
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    decay_log: ArrayRef
+    dt_bias: ArrayRef
+    skip: ArrayRef
+    limits: tuple[float, float]
+    out: str
+    state: int
+
+    READS = ("x", "dt")
+
+    @property
+    def shared(self) -> int:
+        return heads_together(self.heads, self.groups)
+
+    @property
+    def log_places(self) -> tuple[int, int]:
+        """Where step u and g begin in a row of the log, after B, once for each `shared` heads."""
+        u = self.heads // self.shared * padded_head(self.state_dim)
+        return u, u + self.heads * padded_head(self.head_dim)
+
+
+def heads_together(heads: int, groups: int) -> int:
+    """Heads that share B in the log: so few that threads find work, so many that it is small beside what they have apart."""
+    return next(count for count in range(HEADS_TOGETHER, 0, -1) if heads // groups % count == 0)
+
+
+def ssd_state(heads: int, head_dim: int, groups: int, state_dim: int) -> StateSpec:
+    """The state of a state space of these sizes: S of each head, and a log of B, step u, both padded, and g."""
+    log = heads // heads_together(heads, groups) * padded_head(state_dim) + heads * padded_head(head_dim) + heads
+    return StateSpec("sum", (heads, state_dim, head_dim), log)
+
+
 @dataclass(frozen=True)
 class GatedNorm(Operation):
-    """RmsNorm over each head of x, the same gain for all, then times silu(gate) (Qwen3-Next).
+    """RmsNorm over each head of x, then times silu(gate) (Qwen3-Next); `gate_first`: before it in place of after (Mamba-2).
 
-    gate   a buffer, whose columns from `offset` on are as wide as x;  gain [head_dim]
+    gate   a buffer, whose columns from `offset` on are as wide as x;  gain [head_dim], or of every head [heads * head_dim]
     """
 
     x: str
@@ -115,19 +180,21 @@ class GatedNorm(Operation):
     gain: ArrayRef
     eps: float
     out: str
+    gate_first: bool = False
 
     READS = ("x", "gate")
 
 
 @dataclass(frozen=True)
 class Gate(Operation):
-    """x[:, :width] *= sigmoid(gate[:, offset : offset + width]), in place (Qwen3-Next); without `sigmoid` the gate itself."""
+    """x[:, :width] *= f(gate[:, offset : offset + width]), in place: f is the sigmoid (Qwen3-Next), silu (Falcon-H1), or None,
+    the gate itself."""
 
     x: str
     gate: str
     offset: int
     width: int
-    sigmoid: bool = True
+    function: Literal["sigmoid", "silu"] | None = "sigmoid"
 
     READS = ("x", "gate")
     WRITES = ("x",)

@@ -18,7 +18,7 @@ MODALITIES = 2
 """Text and vision: kinds of rows that can have activation scales of their own."""
 MAX_BASE = 4096
 """The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
-FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "row_context")
+FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "ssd_dt", "row_context")
 """Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, or adds up in a state
 from token to token."""
 
@@ -37,8 +37,9 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         contents[f"{p}conv_out"] = {f"{p}conv_out": (hidden, hidden)}
     elif layer in config.delta_layers:
         contents |= _delta_net(config, p)
-    else:
-        contents |= _attention(config, layer)
+    elif layer in config.ssd_layers:
+        contents |= _state_space(config, p)
+    contents |= _attention(config, layer) if config.attends(layer) else {}
     contents |= _norm(config, f"{p}post_attention_norm") if config.norms_after(layer) else {}
     own_norm = config.norms_before(layer) and config.parallel_blocks != "one_norm"
     contents |= _norm(config, f"{p}mlp_norm") if own_norm else {}
@@ -53,7 +54,8 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         for expert in range(config.num_experts):
             contents |= _mlp(config, f"{p}experts.{expert}.", config.intermediate_size)
         if config.shared_expert_intermediate_size:
-            contents |= {} if beside else {f"{p}shared_gate": {f"{p}shared_gate": (1, hidden)}}
+            gated = config.shared_expert_gate and not beside
+            contents |= {f"{p}shared_gate": {f"{p}shared_gate": (1, hidden)}} if gated else {}
             contents |= _mlp(config, f"{p}shared.", config.shared_expert_intermediate_size)
     else:
         contents |= _mlp(config, p, config.mlp_size(layer))
@@ -128,6 +130,23 @@ def _delta_net(config: Stack, p: str) -> StackContents:
         f"{p}dt_bias": (net.value_heads,),
         f"{p}delta_norm": (net.value_dim,),
         f"{p}delta_out": {f"{p}delta_out": (hidden, net.value_size)},
+    }
+
+
+def _state_space(config: Stack, p: str) -> StackContents:
+    net, hidden = config.ssd, config.hidden_size
+    assert net is not None
+    norm: StackContents = {} if net.norm == "none" else {f"{p}ssd_norm": (net.inner_size,)}
+    return {
+        f"{p}ssd_in": {f"{p}ssd_in": (net.channels + net.inner_size, hidden)},
+        f"{p}ssd_dt": {f"{p}ssd_dt": (net.heads, hidden)},
+        f"{p}ssd_conv": (net.channels, net.taps),
+        f"{p}ssd_conv_bias": (net.channels,),
+        f"{p}decay_log": (net.heads,),
+        f"{p}dt_bias": (net.heads,),
+        f"{p}skip": (net.heads,),
+        **norm,
+        f"{p}ssd_out": {f"{p}ssd_out": (hidden, net.inner_size)},
     }
 
 

@@ -76,7 +76,7 @@ class Metadata:
         head = self.linears["head"].nbytes if "head" in self.linears else 0
         norms = sum(a.nbytes for name, a in self.arrays.items() if name not in ("embedding", "positions"))
         config = self.config
-        own = [i for i in range(config.num_hidden_layers) if i not in config.state_layers and not config.shares_cache(i)]
+        own = [i for i in range(config.num_hidden_layers) if config.attends(i) and not config.shares_cache(i)]
         # One row of a table is read, which is not worth counting.
         all_weights = sum(x.nbytes for name, x in self.linears.items() if name not in ("embedding", "layer_rows")) + norms
         return {

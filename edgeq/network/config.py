@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.network.activations import PLAIN
 from edgeq.network.image_config import ImageConfig
-from edgeq.network.json_records import check_flag, check_integer, check_positive
+from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.pooling import Pooling
-from edgeq.network.stack import MAX_SIZES, PLAIN, Stack, check_layers, read_stack
+from edgeq.network.stack import MAX_SIZES, Stack
+from edgeq.network.stack_json import read_stack
 
 MAX_VISION_SIZES = {
     "patch_size": 256,
@@ -116,7 +118,7 @@ class VisionConfig(Stack):
         ):
             raise UnsupportedError(
                 "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, "
-                "normed_residual, conv_layers, delta_net, attention_gate, attention_sinks, layer_scalars, "
+                "normed_residual, conv_layers, delta_net, ssd, attention_gate, attention_sinks, layer_scalars, "
                 "hidden_size_per_layer_input, value_norm, num_kv_shared_layers or heads of several shapes is not supported"
             )
 
@@ -253,8 +255,8 @@ class ModelConfig(Stack):
             raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
         if self.conv_layers and (self.pooling or self.vision or self.num_experts):
             raise UnsupportedError("conv_layers beside pooling, a vision tower or experts are not supported")
-        if self.delta_net and (self.pooling or self.vision):
-            raise UnsupportedError("delta_net beside pooling or a vision tower is not supported")
+        if (self.delta_net or self.ssd) and (self.pooling or self.vision):
+            raise UnsupportedError("delta_net or ssd beside pooling or a vision tower is not supported")
         if self.final_logit_softcapping is not None and self.pooling:
             raise FormatError("config has final_logit_softcapping and pooling; what embeds has no logits")
         if (self.hidden_size_per_layer_input or not self.alike) and (self.pooling or self.vision):

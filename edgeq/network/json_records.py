@@ -20,6 +20,12 @@ def check_integer(name: str, value: object, least: int, most: int) -> None:
         raise FormatError(f"config {name} is {value!r}; expected an integer from {least} to {most}")
 
 
+def check_layers(name: str, indices: tuple[int, ...], layers: int) -> None:
+    """FormatError unless `indices` are ascending numbers of layers."""
+    if any(type(i) is not int or not 0 <= i < layers for i in indices) or list(indices) != sorted(set(indices)):
+        raise FormatError(f"config {name} must be ascending integers from 0 to {layers - 1}")
+
+
 def check_flag(name: str, value: object) -> None:
     if type(value) is not bool:
         raise FormatError(f"config {name} is {value!r}; expected true or false")

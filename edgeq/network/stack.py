@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.network.activations import GATED, check_activation
 from edgeq.network.delta_net import MAX_TAPS, DeltaNet
 from edgeq.network.head_shape import HeadShape
-from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
+from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.rope import Rope
+from edgeq.network.ssd import StateSpace
 
 # Above every published model, below what would overflow or exhaust memory before a check.
 MAX_SIZES = {
@@ -24,26 +26,21 @@ MAX_SIZES = {
 }
 MAX_EXPERTS = 32_768
 """The most experts of all layers together."""
-GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
-"""Activations with a gate and without one, where `gated_mlp` does not say."""
-ACTIVATIONS = (*GATED, *PLAIN)
 NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
                 "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
-                "bidirectional", "normed_residual", "segments",
-                "qk_norm_kind", "delta_net", "attention_gate", "attention_sinks", "swiglu_limit", "swiglu_alpha",
-                "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "value_norm", "num_kv_shared_layers",
-                "use_double_wide_mlp", "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp",
-                "final_logit_softcapping")  # fmt: skip
+                "bidirectional", "normed_residual", "segments", "qk_norm_kind", "delta_net", "attention_gate",
+                "attention_sinks", "swiglu_limit", "swiglu_alpha", "global_head_dim", "num_global_key_value_heads",
+                "attention_k_eq_v", "value_norm", "num_kv_shared_layers", "use_double_wide_mlp",
+                "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp", "final_logit_softcapping", "ssd",
+                "shared_expert_gate")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
 FLAGS = ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks",
-         "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars", "experts_beside_mlp")  # fmt: skip
+         "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars", "experts_beside_mlp",
+         "shared_expert_gate")  # fmt: skip
 PARALLEL = ("none", "one_norm", "two_norms")
 QK_NORMS = ("heads", "whole", "rotated")
 NORMED_RESIDUALS = ("none", "first", "all")
-LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
-"""Fields with an entry for layers."""
-Config = TypeVar("Config", bound="Stack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +70,8 @@ class Stack:
                             ascending, not all of them (LFM2)
     delta_net               layers of a gated delta net in place of attention; None: there are none (Qwen3.5).  They have norms
                             before their blocks and none after them, whatever pre_norms and post_norms say of others
+    ssd                     layers of a state-space model in place of attention (Granite 4), or beside it (Falcon-H1); None:
+                            there are none
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     attention_sinks         each head has a score of its own in every softmax, whose share goes nowhere (gpt-oss)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
@@ -94,6 +93,7 @@ class Stack:
                             from - swiglu_limit to it; a limit of None: down(silu(g) u) (gpt-oss)
     shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
                             (Qwen2-MoE)
+    shared_expert_gate      of it; without this gate it is added as it is (Granite 4)
 
     prefix   of the names of its layers and arrays in a file
     """
@@ -139,6 +139,8 @@ class Stack:
     hidden_size_per_layer_input: int = 0
     layer_scalars: bool = False
     experts_beside_mlp: bool = False
+    ssd: StateSpace | None = None
+    shared_expert_gate: bool = True
 
     prefix: ClassVar[str] = ""
 
@@ -160,8 +162,7 @@ class Stack:
                 )
             if kind.head_dim % 2:
                 raise FormatError(f"config head_dim is {kind.head_dim}; rotary positions need an even number")
-        if self.hidden_act not in ACTIVATIONS:
-            raise UnsupportedError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        check_activation(self.hidden_act)
         for size in (self._global_heads.head_dim, *((self.head_dim,) if self.local_rope is None else ())):
             self.rope.check(size, "rope")
         if self.local_rope is not None:
@@ -178,17 +179,7 @@ class Stack:
             raise FormatError(f"config sliding_windows must be integers from 0 to {longest}")
         self._check_shared_layers()
         check_layers("layers_without_rope", self.layers_without_rope, self.num_hidden_layers)
-        check_layers("conv_layers", self.conv_layers, self.num_hidden_layers)
-        check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
-        check_layers("delta_net.layers", self.delta_layers, self.num_hidden_layers)
-        for name, layers in (("conv_layers", self.conv_layers), ("delta_net.layers", self.delta_layers)):
-            if len(layers) == self.num_hidden_layers:
-                raise UnsupportedError(f"{name} are all layers; supported: beside layers of attention")
-        both_norms = self.pre_norms and self.post_norms
-        if self.delta_net and (self.conv_layers or both_norms or self.parallel or self.layer_norm):
-            raise UnsupportedError(
-                "delta_net beside conv_layers, parallel_blocks, layer_norm or pre_norms with post_norms is not supported"
-            )
+        self._check_states()
 
     def _check_norms(self) -> None:
         """UnsupportedError: norms, or an order of blocks, that layers of this kind do not have."""
@@ -235,10 +226,30 @@ class Stack:
         if several and other:
             raise UnsupportedError(
                 "heads of several shapes, value_norm, shared layers or hidden_size_per_layer_input beside parallel_blocks, "
-                "conv_layers, delta_net, attention_gate or a qk_norm_kind are not supported"
+                "conv_layers, delta_net, ssd, attention_gate or a qk_norm_kind are not supported"
+            )
+
+    def _check_states(self) -> None:
+        """FormatError: layers that are none of the stack's; UnsupportedError: beside what else it has."""
+        count = self.num_hidden_layers
+        kinds = {"conv_layers": self.conv_layers, "delta_net.layers": self.delta_layers, "ssd.layers": self.ssd_layers}
+        for name, layers in kinds.items():
+            check_layers(name, layers, count)
+            if len(layers) == count and not (self.ssd and self.ssd.beside_attention):
+                raise UnsupportedError(f"{name} are all layers; supported: beside layers of attention")
+        check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
+        both_norms = self.pre_norms and self.post_norms
+        if self.delta_net and (self.conv_layers or both_norms or self.parallel or self.layer_norm):
+            raise UnsupportedError(
+                "delta_net beside conv_layers, parallel_blocks, layer_norm or pre_norms with post_norms is not supported"
+            )
+        if self.ssd and (self.conv_layers or self.delta_net or self.post_norms or self.parallel or self.layer_norm):
+            raise UnsupportedError(
+                "ssd beside conv_layers, delta_net, post_norms, parallel_blocks or layer_norm is not supported"
             )
 
     def _check_experts(self) -> None:
+        """FormatError, UnsupportedError: experts that do not fit each other or the rest."""
         limits = {
             "num_experts": MAX_EXPERTS // self.num_hidden_layers,
             "num_experts_per_tok": self.num_experts,
@@ -251,6 +262,8 @@ class Stack:
         if self.num_experts and (not self.gated or (self.hidden_act != "silu" and not self.experts_beside_mlp)):
             raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
         beside = self.shared_expert_intermediate_size and self.pre_norms and self.post_norms and not self.layer_norm
+        if not self.shared_expert_gate and (not self.shared_expert_intermediate_size or self.experts_beside_mlp):
+            raise UnsupportedError("shared_expert_gate of false is supported with a shared expert, without experts_beside_mlp")
         if self.experts_beside_mlp and (not beside or self.num_kv_shared_layers):
             wanted = "shared_expert_intermediate_size, pre_norms and post_norms, without layer_norm and num_kv_shared_layers"
             raise UnsupportedError(f"experts_beside_mlp is supported with {wanted}")
@@ -288,9 +301,18 @@ class Stack:
         return self.delta_net.layers if self.delta_net else ()
 
     @property
+    def ssd_layers(self) -> tuple[int, ...]:
+        """Indices of layers of a state-space model."""
+        return self.ssd.layers if self.ssd else ()
+
+    @property
     def state_layers(self) -> tuple[int, ...]:
-        """Indices of layers that have a state in place of keys and values, ascending."""
-        return self.conv_layers or self.delta_layers
+        """Indices of layers that have a state, ascending: in place of attention, or beside it."""
+        return self.conv_layers or self.delta_layers or self.ssd_layers
+
+    def attends(self, layer: int) -> bool:
+        """Whether this layer has attention."""
+        return layer not in self.state_layers or (self.ssd is not None and self.ssd.beside_attention)
 
     def attention_scale(self, layer: int) -> float:
         """The factor of the scores before the softmax of this layer."""
@@ -375,26 +397,6 @@ class Stack:
         """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
         values = asdict(self)
         values |= {f.name: x.to_json() for f in fields(self) if isinstance(x := getattr(self, f.name), Rope)}
-        values |= {"delta_net": self.delta_net.record()} if self.delta_net else {}
+        values |= {name: found.record() for name in ("delta_net", "ssd") if (found := getattr(self, name))}
         unset = {f.name: f.default for f in fields(self) if f.name in NEWER_FIELDS}
         return {key: value for key, value in values.items() if key not in unset or value != unset[key]}
-
-
-def check_layers(name: str, indices: tuple[int, ...], layers: int) -> None:
-    """FormatError unless `indices` are ascending numbers of layers."""
-    if any(type(i) is not int or not 0 <= i < layers for i in indices) or list(indices) != sorted(set(indices)):
-        raise FormatError(f"config {name} must be ascending integers from 0 to {layers - 1}")
-
-
-def read_stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any) -> Config:
-    """A Stack of the JSON object `data`; `made`: fields that were read already."""
-    ropes: dict[str, Any] = {"rope": Rope.from_json(data.pop("rope", {}), f"{where} rope")}
-    if (local := data.pop("local_rope", None)) is not None:
-        ropes["local_rope"] = Rope.from_json(local, f"{where} local_rope")
-    most = MAX_SIZES["num_hidden_layers"]
-    keys = [f.name for f in fields(cls) if f.name in LISTS]
-    lists: dict[str, Any] = {key: list_of(data, key, most, where) for key in keys}
-    if (delta_net := data.pop("delta_net", None)) is not None:
-        made["delta_net"] = DeltaNet.read(delta_net, f"{where} delta_net", most)
-    apart = frozenset({"rope", "local_rope", "delta_net", *lists, *made})
-    return cls(**ropes, **lists, **made, **known(cls, data, where, apart))

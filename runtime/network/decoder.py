@@ -13,7 +13,7 @@ from edgeq.format.metadata import Metadata
 from edgeq.network.rope import rotation
 from edgeq.network.stack import Stack
 from edgeq.runtime.network.block_parts import norm, projection, residual
-from edgeq.runtime.network.state_blocks import conv_block, delta_block, delta_widths, layer_states
+from edgeq.runtime.network.state_blocks import conv_block, delta_block, delta_widths, layer_states, ssd_block, ssd_widths
 from edgeq.targets.family_operations import (
     ArrayScale,
     Gate,
@@ -57,7 +57,7 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
     # The inputs of masters are summed over all rows.
     early = not any(linear.master for linear in linears.values())
     layers = range(config.num_hidden_layers)
-    cached = [layer for layer in layers if layer not in config.state_layers and not config.shares_cache(layer)]
+    cached = [layer for layer in layers if config.attends(layer) and not config.shares_cache(layer)]
     if config.bidirectional:
         # A text is one run, after which nothing of it is needed: each layer overwrites the keys and values of the last.
         cached = cached[:1]
@@ -68,7 +68,10 @@ def decoder(metadata: Metadata, context: int = 0) -> Graph:
             operations += conv_block(metadata, config, layer, config.conv_layers.index(layer), select=last)
         elif layer in config.delta_layers:
             operations += delta_block(metadata, config, layer, 2 * config.delta_layers.index(layer), select=last)
-        else:
+        elif layer in config.ssd_layers:
+            alone = not config.attends(layer)
+            operations += ssd_block(metadata, config, layer, 2 * config.ssd_layers.index(layer), select=last and alone)
+        if config.attends(layer):
             cache = 0 if config.bidirectional else cached.index(config.cache_layer(layer))
             span = config.ranges.index(config.window(layer)) if config.bidirectional else -1
             operations += attention_block(metadata, config, layer, context, cache=cache, span=span, select=last)
@@ -113,6 +116,7 @@ def buffer_widths(config: Stack) -> dict[str, int]:
         **{name: width for layer in range(config.num_hidden_layers) for name, width in head_widths(config, layer).items()},
         **({"conv_in": 3 * config.hidden_size, "convolved": config.hidden_size} if config.conv_layers else {}),
         **(delta_widths(config.delta_net) if config.delta_net else {}),
+        **(ssd_widths(config.ssd) if config.ssd else {}),
         **({"mlp_normed": config.hidden_size} if config.parallel_blocks == "two_norms" else {}),
         **(expert_widths(config) if config.num_experts else mlp_widths(config)),
         **({"branch": config.hidden_size} if config.post_norms else {}),
@@ -162,7 +166,8 @@ def mlp_buffers(config: Stack, layer: int) -> tuple[str, str]:
 def expert_widths(config: Stack) -> dict[str, int]:
     shared = config.shared_expert_intermediate_size
     of_shared = {"gate_up": 2 * shared, "inner": shared, "branch": config.hidden_size}
-    of_shared |= {"beside": config.hidden_size} if config.experts_beside_mlp else {"shared_gate": 1}
+    gate = {"shared_gate": 1} if config.shared_expert_gate else {}
+    of_shared |= {"beside": config.hidden_size} if config.experts_beside_mlp else gate
     return {"router": config.num_experts, "routing": 2 * config.num_experts_per_tok, **(of_shared if shared else {})}
 
 
@@ -199,7 +204,7 @@ def row_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operati
     linears, p, size = metadata.linears, layer_prefix(config, layer), config.hidden_size_per_layer_input
     yield Linear(layer, "x", linears[f"{p}row_gate"], "row_gate")
     yield Activate(layer, "row_gate", size, "row_inner", cast(Function, config.hidden_act), gated=False)
-    yield Gate(layer, "row_inner", "row_context", layer * size, size, sigmoid=False)
+    yield Gate(layer, "row_inner", "row_context", layer * size, size, function=None)
     yield from residual(metadata, config, layer, "row_inner", f"{p}row_out", f"{p}row_norm")
 
 
@@ -211,17 +216,17 @@ def attention_block(
     cache, span   as of Attention
     select        once keys and values are in the cache, no later layer asks for the other rows
 
-    Where blocks are parallel, what the MLP reads of x is kept beside it.
+    Where blocks are parallel, what the MLP reads of x is kept beside it.  Beside a state that has read norm(x), it is there.
     """
     arrays, p, shape = metadata.arrays, layer_prefix(config, layer), config.heads_of(layer)
     heads, kv_heads, head_dim = shape
     k, v = shape.query_size, shape.query_size + shape.kv_size  # offsets in "qkv"
     qkv, attended = head_widths(config, layer)
     shared, normed = config.shares_cache(layer), "x" if config.norms_stream(layer) else "normed"
-    if config.norms_before(layer):
-        yield norm(metadata, config, layer, "x", f"{p}attention_norm", normed)
-    else:
+    if not config.norms_before(layer):
         normed = "x"
+    elif layer not in config.state_layers:
+        yield norm(metadata, config, layer, "x", f"{p}attention_norm", normed)
     if config.parallel_blocks == "two_norms":
         yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config, layer))
     yield from projection(metadata, config, layer, normed, f"{p}q" if shared else f"{p}qkv", qkv)
@@ -288,7 +293,10 @@ def activation(config: Stack, layer: int, width: int, x: str = "gate_up", out: s
 
 
 def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
-    """x += sum of share * expert(normed) over the chosen experts, and + sigmoid(gate) * shared(normed) where there is one."""
+    """x += sum of share * expert(normed) over the chosen experts, and + sigmoid(gate) * shared(normed) where there is one.
+
+    The shared one may have no gate.
+    """
     linears, arrays, p = metadata.linears, metadata.arrays, layer_prefix(config, layer)
     chosen, inner, shared = config.num_experts_per_tok, config.intermediate_size, config.shared_expert_intermediate_size
     parts = dict(fused_shapes(config, layer))
@@ -316,11 +324,15 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
         return
     yield Linear(layer, "normed", linears[f"{p}router"], "router")
     yield Route(layer, "router", config.num_experts, chosen, config.norm_topk_prob, "routing")
-    if shared:
+    gated = shared and config.shared_expert_gate
+    if gated:
         yield Linear(layer, "normed", linears[f"{p}shared_gate"], "shared_gate")
+    if shared:
         yield from shared_expert(metadata, config, layer)
     yield Experts(layer, "normed", "routing", chosen, *of_experts, "x", config.clamp)
-    if shared:
+    if shared and not gated:
+        yield ScaleAdd(layer, "branch", 1.0, "x")
+    if gated:
         yield GatedAdd(layer, "branch", "shared_gate", "x")
 
 

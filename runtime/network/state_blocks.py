@@ -1,4 +1,4 @@
-"""Layers with a state in place of attention: gated convolutions and gated delta nets."""
+"""Layers with a state in place of attention, or beside it: gated convolutions, gated delta nets and state spaces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from edgeq.format.manifest import layer_prefix
 from edgeq.format.metadata import Metadata
 from edgeq.network.delta_net import DeltaNet
+from edgeq.network.ssd import StateSpace
 from edgeq.network.stack import Stack
 from edgeq.runtime.network.block_parts import norm, projection, residual
-from edgeq.targets.family_operations import DeltaRule, GatedNorm, ShortConv, SiluConv, delta_state
+from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, SsdScan, delta_state, ssd_state
 from edgeq.targets.graph import Linear, Operation, Select
 from edgeq.targets.states import StateSpec
 
@@ -21,6 +22,11 @@ def layer_states(config: Stack) -> tuple[StateSpec, ...]:
             StateSpec("tail", (net.taps - 1, net.channels)),
             delta_state(net.key_heads, net.value_heads, net.key_dim, net.value_dim),
         )
+    if space := config.ssd:
+        return (
+            StateSpec("tail", (space.taps - 1, space.channels)),
+            ssd_state(space.heads, space.head_dim, space.groups, space.state_dim),
+        )
     return (StateSpec("tail", (config.conv_taps - 1, config.hidden_size)),) if config.conv_layers else ()
 
 
@@ -31,6 +37,16 @@ def delta_widths(net: DeltaNet) -> dict[str, int]:
         "convolved": net.channels,
         "recalled": net.value_size,
         "delta_normed": net.value_size,
+    }
+
+
+def ssd_widths(net: StateSpace) -> dict[str, int]:
+    return {
+        "ssd_in": net.channels + net.inner_size,
+        "ssd_dt": net.heads,
+        "convolved": net.channels,
+        "scanned": net.inner_size,
+        **({} if net.norm == "none" else {"ssd_normed": net.inner_size}),
     }
 
 
@@ -69,3 +85,34 @@ def delta_block(metadata: Metadata, config: Stack, layer: int, state: int, *, se
     heads, gain, eps = net.value_heads, arrays[f"{p}delta_norm"], net.norm_eps or config.rms_norm_eps
     yield GatedNorm(layer, "recalled", "delta_in", net.channels, heads, net.value_dim, gain, eps, "delta_normed")
     yield from residual(metadata, config, layer, "delta_normed", f"{p}delta_out", f"{p}post_attention_norm")
+
+
+def ssd_block(metadata: Metadata, config: Stack, layer: int, state: int, *, select: bool = False) -> Iterator[Operation]:
+    """x += ssd_out(norm(scan(silu(conv(xbc)), dt) * silu(gate))), with xbc, gate = ssd_in(norm(x)) and dt = ssd_dt(norm(x)).
+
+    The norm may be before the gate, or there is none.
+
+    state    index in `Graph.states` of the convolution's, before that of the scan;  select: as of `attention_block`
+    """
+    net, arrays, linears, p = config.ssd, metadata.arrays, metadata.linears, layer_prefix(config, layer)
+    assert net is not None
+    yield norm(metadata, config, layer, "x", f"{p}attention_norm", "normed")
+    yield Linear(layer, "normed", linears[f"{p}ssd_in"], "ssd_in")
+    yield Linear(layer, "normed", linears[f"{p}ssd_dt"], "ssd_dt")
+    weight, bias = arrays[f"{p}ssd_conv"], arrays[f"{p}ssd_conv_bias"]
+    yield SiluConv(layer, "ssd_in", net.channels, weight, "convolved", state, bias)
+    yield SsdScan(
+        layer, "convolved", "ssd_dt", net.heads, net.head_dim, net.groups, net.state_dim,
+        arrays[f"{p}decay_log"], arrays[f"{p}dt_bias"], arrays[f"{p}skip"], net.time_step_limits, "scanned", state + 1,
+    )  # fmt: skip
+    if select:
+        yield Select(layer, ("x", "scanned", "ssd_in"))
+    if net.norm == "none":
+        yield Gate(layer, "scanned", "ssd_in", net.channels, net.inner_size, "silu")
+    else:
+        of_group, gain, first = net.inner_size // net.groups, arrays[f"{p}ssd_norm"], net.norm == "after_gate"
+        yield GatedNorm(
+            layer, "scanned", "ssd_in", net.channels, net.groups, of_group, gain, net.norm_eps, "ssd_normed", gate_first=first
+        )
+    result = "scanned" if net.norm == "none" else "ssd_normed"
+    yield from residual(metadata, config, layer, result, f"{p}ssd_out", f"{p}post_attention_norm")

@@ -144,14 +144,15 @@ def gated_add(context: RunContext, op: GatedAdd, rows: Rows, state: State) -> No
 
 def gate(context: RunContext, op: Gate, rows: Rows, state: State) -> None:
     by = state[op.gate][:, op.offset : op.offset + op.width]
-    state[op.x][:, : op.width] *= _sigmoid(by) if op.sigmoid else by
+    state[op.x][:, : op.width] *= _sigmoid(by) if op.function == "sigmoid" else silu(by) if op.function == "silu" else by
 
 
 def gated_norm(context: RunContext, op: GatedNorm, rows: Rows, state: State) -> None:
     width = op.heads * op.head_dim
-    heads = state[op.x][:, :width].reshape(len(rows), op.heads, op.head_dim)
-    normed = normalized(heads, context.array(op.gain), op.eps).reshape(len(rows), width)
-    context.out(state, op.out, len(rows))[:, :width] = normed * silu(state[op.gate][:, op.offset : op.offset + width])
+    x, gates = state[op.x][:, :width], silu(state[op.gate][:, op.offset : op.offset + width])
+    heads = (x * gates if op.gate_first else x).reshape(len(rows), op.heads, op.head_dim)
+    normed = normalized(heads, context.array(op.gain).reshape(-1, op.head_dim), op.eps).reshape(len(rows), width)
+    context.out(state, op.out, len(rows))[:, :width] = normed if op.gate_first else normed * gates
 
 
 def array_scale(context: RunContext, op: ArrayScale, rows: Rows, state: State) -> None:

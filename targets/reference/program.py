@@ -26,6 +26,7 @@ from edgeq.targets.family_operations import (
     ShortConv,
     SiluConv,
     SoftCap,
+    SsdScan,
     ValueNorm,
 )
 from edgeq.targets.graph import (
@@ -197,6 +198,7 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     ShortConv: states.short_conv,
     SiluConv: states.silu_conv,
     DeltaRule: states.delta_rule,
+    SsdScan: states.ssd_scan,
     ValueNorm: attention.value_norm,
     ArrayScale: layers.array_scale,
     ScaleAdd: layers.scale_add,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.network.delta_net import UNIT_EPS
-from edgeq.targets.family_operations import DeltaRule, ShortConv, SiluConv, padded_head
+from edgeq.targets.family_operations import DeltaRule, ShortConv, SiluConv, SsdScan, padded_head
 from edgeq.targets.host_states import HostSnapshot, HostState, padded_rows, padded_width
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.layers import silu
@@ -62,7 +62,8 @@ def short_conv(context: RunContext, op: ShortConv, rows: Rows, buffers: State) -
 
 
 def silu_conv(context: RunContext, op: SiluConv, rows: Rows, buffers: State) -> None:
-    context.out(buffers, op.out, len(rows))[:] = silu(_convolved(context, op, rows, buffers[op.x][:, : op.width]))
+    convolved = _convolved(context, op, rows, buffers[op.x][:, : op.width])
+    context.out(buffers, op.out, len(rows))[:] = silu(convolved if op.bias is None else convolved + context.array(op.bias))
 
 
 def _convolved(context: RunContext, op: ShortConv | SiluConv, rows: Rows, inputs: ArrayF32) -> ArrayF32:
@@ -102,9 +103,7 @@ def delta_rule(context: RunContext, op: DeltaRule, rows: Rows, buffers: State) -
         log[-1] = here
         log_k = log[:, :of_d].reshape(len(log), op.key_heads, padded_head(op.key_dim))[:, :, : op.key_dim]
         log_d = log[:, of_d:of_g].reshape(len(log), op.value_heads, padded_head(op.value_dim))[:, :, : op.value_dim]
-        # From the newest row back, one exponential each: a sum that is taken apart again would lose digits.
-        back = np.cumsum(log[::-1, of_g:], axis=0, dtype=np.float32)[::-1]
-        weights, whole = np.exp(np.concatenate([back[1:], np.zeros_like(back[:1])])), np.exp(back[0])
+        weights, whole = _decays(log[:, of_g:])
         key, query = (np.repeat(each[r], shared, axis=0) for each in (k, q))
         past, asked = (weights * np.repeat((log_k * each[r]).sum(axis=2), shared, axis=1) for each in (k, q))
         d = v[r] - whole[:, None] * np.matmul(key[:, None], state)[:, 0]
@@ -123,6 +122,55 @@ def delta_rule(context: RunContext, op: DeltaRule, rows: Rows, buffers: State) -
         here[of_d:of_g] = log[-1, of_d:of_g]
         if row.snapshot is not None:
             row.snapshot[:] = after
+
+
+def ssd_scan(context: RunContext, op: SsdScan, rows: Rows, buffers: State) -> None:
+    inner, width, of_group = op.heads * op.head_dim, op.groups * op.state_dim, op.heads // op.groups
+    u, b, c, _ = np.split(buffers[op.x], [inner, inner + width, inner + 2 * width], axis=1)
+    # Of each group as often as it stands in the log, and as it has heads.
+    b, c = (each.reshape(len(rows), op.groups, op.state_dim) for each in (b, c))
+    b, c = np.repeat(b, of_group // op.shared, axis=1), np.repeat(c, of_group, axis=1)
+    u = u.reshape(len(rows), op.heads, op.head_dim)
+    with np.errstate(over="ignore", invalid="ignore"):
+        step = np.logaddexp(np.float32(0), buffers[op.dt][:, : op.heads] + context.array(op.dt_bias))
+        step = np.clip(step, *(np.float32(limit) for limit in op.limits))
+        g = -np.exp(context.array(op.decay_log)) * step
+    skipped = context.array(op.skip)[:, None] * u
+    out = context.out(buffers, op.out, len(rows))
+    of_u, of_g = op.log_places
+    for row in rows_of_state(context, op.state, rows):
+        r, first = row.row, row.slot // LOG * LOG
+        state, after = row.state[row.slot // LOG % 2], row.state[(row.slot // LOG + 1) % 2]
+        here = row.log[row.slot % (2 * LOG)]
+        here[:of_u].reshape(-1, padded_head(op.state_dim))[:, : op.state_dim] = b[r]
+        here[of_u:of_g].reshape(op.heads, -1)[:, : op.head_dim] = step[r][:, None] * u[r]
+        here[of_g:] = g[r]
+        log = row.log[np.arange(first, row.slot + 1) % (2 * LOG)]
+        log_b = log[:, :of_u].reshape(len(log), -1, padded_head(op.state_dim))[:, :, : op.state_dim]
+        log_b = np.repeat(log_b, op.shared, axis=1)
+        log_u = log[:, of_u:of_g].reshape(len(log), op.heads, padded_head(op.head_dim))[:, :, : op.head_dim]
+        weights, whole = _decays(log[:, of_g:])
+        asked = weights * (log_b * c[r]).sum(axis=2)
+        result = whole[:, None] * np.matmul(c[r][:, None], state)[:, 0]
+        for j in range(len(log)):
+            result = result + asked[j, :, None] * log_u[j]
+        out[r] = (result + skipped[r]).ravel()
+        if row.slot % LOG == LOG - 1:
+            total = whole[:, None, None] * state
+            for j in range(len(log)):
+                total = total + (weights[j][:, None] * log_b[j])[:, :, None] * log_u[j][:, None]
+            after[:] = total
+        if row.snapshot is not None:
+            row.snapshot[:] = after
+
+
+def _decays(g: ArrayF32) -> tuple[ArrayF32, ArrayF32]:
+    """exp of the sums of g [rows, heads] of the rows after each one, [rows, heads], and of all, [heads].
+
+    From the newest row back, one exponential each: a sum that is taken apart again would lose digits.
+    """
+    back = np.cumsum(g[::-1], axis=0, dtype=np.float32)[::-1]
+    return np.exp(np.concatenate([back[1:], np.zeros_like(back[:1])])), np.exp(back[0])
 
 
 def _units(x: ArrayF32) -> ArrayF32:

@@ -15,6 +15,7 @@ from edgeq.network.delta_net import DeltaNet
 from edgeq.network.image_config import ImageConfig
 from edgeq.network.pooling import Pooling
 from edgeq.network.rope import Rope, frequencies, picture_positions, rotation
+from edgeq.network.ssd import StateSpace
 
 PLAIN = ModelConfig(
     model_type="any",
@@ -77,6 +78,16 @@ COHERE = replace(PLAIN, layer_norm=True, parallel_blocks="one_norm")
 LFM = replace(PLAIN, conv_layers=(0,), conv_taps=3)
 DELTA_NET = DeltaNet(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_dim=16, taps=4)
 DELTA = replace(PLAIN, delta_net=DELTA_NET, attention_gate=True)
+SPACE = StateSpace(layers=(0,), heads=4, head_dim=16, groups=2, state_dim=8, taps=4, norm_eps=1e-5)
+BESIDE_ATTENTION = replace(PLAIN, ssd=replace(SPACE, layers=(0, 1), norm="none", beside_attention=True))
+STATE_SPACE = replace(
+    PLAIN,
+    ssd=SPACE,
+    num_experts=3,
+    num_experts_per_tok=2,
+    shared_expert_intermediate_size=24,
+    shared_expert_gate=False,
+)
 OLMO_HYBRID = replace(OLMO, delta_net=replace(DELTA_NET, allow_neg_eigval=True, norm_eps=1e-5))
 GPT_OSS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, attention_sinks=True, swiglu_limit=7.0, swiglu_alpha=1.5)
 GEMMA_4 = replace(
@@ -110,6 +121,9 @@ WRITTEN = [
     DELTA,
     OLMO,
     OLMO_HYBRID,
+    STATE_SPACE,
+    replace(PLAIN, ssd=replace(SPACE, time_step_min=0.01, time_step_max=0.5, norm="before_gate")),
+    BESIDE_ATTENTION,
     GPT_OSS,
     GEMMA_4,
     BESIDE,
@@ -179,6 +193,9 @@ def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert not {"delta_net", "attention_gate"} & set(json.loads(PLAIN.to_json()))
     assert NET == {"layers": [0], "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 16, "taps": 4}
     assert json.loads(DELTA.to_json())["attention_gate"] is True
+    assert not {"ssd", "shared_expert_gate"} & set(json.loads(PLAIN.to_json()))
+    assert SSD == {"layers": [0], "heads": 4, "head_dim": 16, "groups": 2, "state_dim": 8, "taps": 4, "norm_eps": 1e-5}
+    assert json.loads(STATE_SPACE.to_json())["shared_expert_gate"] is False
     assert not {"attention_sinks", "swiglu_limit", "swiglu_alpha"} & set(json.loads(PLAIN.to_json()))
     assert json.loads(GPT_OSS.to_json())["swiglu_alpha"] == 1.5 and json.loads(GPT_OSS.to_json())["attention_sinks"] is True
     hybrid = json.loads(OLMO_HYBRID.to_json())["delta_net"]
@@ -195,7 +212,7 @@ def test_layers_rotate_by_kind_and_by_list() -> None:
     assert OPT.layer_rope(0) is None and GEMMA.layer_rope(0) == GEMMA.local_rope and GEMMA.layer_rope(1) == GEMMA.rope
 
 
-NET = json.loads(DELTA.to_json())["delta_net"]
+NET, SSD = json.loads(DELTA.to_json())["delta_net"], json.loads(STATE_SPACE.to_json())["ssd"]
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "pooling and a tied head": ({"pooling": {"kind": "last", "normalize": True}}, FormatError, "no head to tie"),
     "pooling as text": ({"pooling": "last"}, FormatError, "config pooling is not a JSON object"),
@@ -347,7 +364,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shared keys beside a gate": (
         {"num_kv_shared_layers": 1, "value_norm": True, "attention_gate": True},
         UnsupportedError,
-        "beside parallel_blocks, conv_layers, delta_net, attention_gate",
+        "beside parallel_blocks, conv_layers, delta_net, ssd, attention_gate",
     ),
     "experts beside nothing": (
         {"experts_beside_mlp": True, "num_experts": 2, "num_experts_per_tok": 1},
@@ -356,6 +373,43 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "rows of a size that is none": ({"hidden_size_per_layer_input": -1}, FormatError, "hidden_size_per_layer_input is -1"),
     "a cap of nothing": ({"final_logit_softcapping": 0}, FormatError, "final_logit_softcapping is 0"),
+    "a state space of no layer": ({"ssd": SSD | {"layers": []}}, FormatError, "ssd has no layers"),
+    "a state space after the last layer": ({"ssd": SSD | {"layers": [2]}}, FormatError, "layers must be .* from 0 to 1"),
+    "nothing but a state space": ({"ssd": SSD | {"layers": [0, 1]}}, UnsupportedError, "beside layers of attention"),
+    "a state space that is a list": ({"ssd": [1]}, FormatError, "config ssd is not a JSON object"),
+    "a state space without heads": ({"ssd": SSD | {"heads": 0}}, FormatError, "ssd.heads is 0"),
+    "heads that share no group": ({"ssd": SSD | {"groups": 3}}, FormatError, "4 heads and 3 groups"),
+    "a state that is too wide": ({"ssd": SSD | {"state_dim": 1025}}, FormatError, "ssd.state_dim is 1025"),
+    "a state space of too many channels": (
+        {"ssd": SSD | {"heads": 2048, "head_dim": 1024}},
+        FormatError,
+        "ssd has 2097184 channels",
+    ),
+    "a state space without taps": ({"ssd": SSD | {"taps": 1}}, FormatError, "ssd.taps is 1"),
+    "a group norm that divides by nothing": ({"ssd": SSD | {"norm_eps": 0}}, FormatError, "ssd.norm_eps is 0"),
+    "steps that end before they begin": (
+        {"ssd": SSD | {"time_step_min": 0.5, "time_step_max": 0.1}},
+        FormatError,
+        "time steps from 0.5 to 0.1",
+    ),
+    "a step below zero": ({"ssd": SSD | {"time_step_min": -1}}, FormatError, "ssd.time_step_min is -1"),
+    "a step that is true": ({"ssd": SSD | {"time_step_min": False}}, FormatError, "ssd.time_step_min is False"),
+    "a huge step": ({"ssd": SSD | {"time_step_max": 10**400}}, FormatError, "ssd.time_step_max is 1000"),
+    "a norm elsewhere": ({"ssd": SSD | {"norm": "first"}}, UnsupportedError, "ssd.norm 'first'.*after_gate, before_gate, none"),
+    "beside what is no flag": ({"ssd": SSD | {"beside_attention": 1}}, FormatError, "ssd.beside_attention is 1"),
+    "half a state space": ({"ssd": {"layers": [0]}}, FormatError, "ssd lacks groups, head_dim"),
+    "a newer state space": ({"ssd": SSD | {"channels": 1}}, UnsupportedError, "ssd has unknown keys channels"),
+    "a state space beside a delta net": (
+        {"ssd": SSD, "delta_net": NET | {"layers": [1]}},
+        UnsupportedError,
+        "ssd beside conv_layers, delta_net",
+    ),
+    "a state space that embeds": (
+        {"ssd": SSD, "pooling": {"kind": "last", "normalize": True}, "tie_word_embeddings": False},
+        UnsupportedError,
+        "delta_net or ssd beside pooling",
+    ),
+    "no gate of no shared expert": ({"shared_expert_gate": False}, UnsupportedError, "shared_expert_gate of false"),
     "half a delta net": ({"delta_net": {"layers": [0]}}, FormatError, "delta_net lacks key_dim, key_heads"),
     "a newer delta net": ({"delta_net": NET | {"channels": 1}}, UnsupportedError, "delta_net has unknown keys channels"),
     "a delta net beside convolutions": (

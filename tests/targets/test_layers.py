@@ -156,7 +156,7 @@ def test_factors_of_a_stream_sums_and_plain_gates(width):
         Scale(0, "x", 2.0, "y"),
         ArrayScale(0, "x", factor),
         ScaleAdd(0, "y", -0.7, "x"),
-        Gate(0, "x", "y", 3, width - 3, sigmoid=False),
+        Gate(0, "x", "y", 3, width - 3, function=None),
     ]
     oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "y": width, "_dim": 2}), arrays, ROWS, [2, 3])
     x = x.astype(np.float32)

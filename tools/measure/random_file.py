@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,9 @@ from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.format.writer import Writer
 from edgeq.network.config import ModelConfig
 from edgeq.network.delta_net import DeltaNet
+from edgeq.network.ssd import StateSpace
 
+Net = TypeVar("Net", DeltaNet, StateSpace)
 NOISE = 1 << 22
 """Random bytes that a file repeats."""
 Codecs = Mapping[str, Codec]
@@ -43,11 +46,12 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
         num_kv_shared_layers=(shared := max(0, config.num_kv_shared_layers - max(0, config.num_hidden_layers - count))),
         use_double_wide_mlp=config.use_double_wide_mlp and shared > 0,
         delta_net=_with_layers(config.delta_net, count),
+        ssd=_with_layers(config.ssd, count),
         vision=None,
     )
 
 
-def _with_layers(net: DeltaNet | None, count: int) -> DeltaNet | None:
+def _with_layers(net: Net | None, count: int) -> Net | None:
     layers = tuple(layer for layer in net.layers if layer < count) if net else ()
     return replace(net, layers=layers) if net and layers else None
 

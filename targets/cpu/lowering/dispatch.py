@@ -27,6 +27,7 @@ from edgeq.targets.family_operations import (
     ShortConv,
     SiluConv,
     SoftCap,
+    SsdScan,
     ValueNorm,
 )
 from edgeq.targets.target import OnProgress
@@ -113,6 +114,7 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     ShortConv: states.short_conv,
     SiluConv: states.short_conv,
     DeltaRule: states.delta_rule,
+    SsdScan: states.ssd_scan,
     GatedNorm: states.gated_norm,
     Gate: states.gate,
     ValueNorm: attention.value_norm,

@@ -11,9 +11,10 @@ from edgeq.targets.cpu.jit.simd import LANES
 from edgeq.targets.cpu.kernels.rows import delta_rule as rule
 from edgeq.targets.cpu.kernels.rows import norms
 from edgeq.targets.cpu.kernels.rows import short_conv as kernels
+from edgeq.targets.cpu.kernels.rows import ssd_scan as scan
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
-from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, padded_head
+from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, SsdScan, padded_head
 from edgeq.targets.host_states import padded_width
 
 
@@ -22,12 +23,18 @@ def short_conv(context: Context, o: ShortConv | SiluConv) -> None:
     weight = as_float32(context.file.array(o.weight), o.weight.dtype)
     by_taps = np.zeros((weight.shape[1], padded(o.width)), np.float32)
     by_taps[:, : o.width] = weight.T
+    bias = np.zeros(padded(o.width), np.float32)
+    biased = o.bias if isinstance(o, SiluConv) else None
+    if biased is not None:
+        bias[: o.width] = as_float32(context.file.array(biased), biased.dtype)
     args = kernels.ShortConvArgs(
         **context.state_args(o.state), x=x, x_stride=x_stride, out=out, out_stride=out_stride,
         width=o.width, row_bytes=4 * padded(o.width), weights=context.memory.copied(by_taps),
+        bias=context.memory.copied(bias) if biased is not None else 0,
     )  # fmt: skip
     gated = int(isinstance(o, ShortConv))
-    context.emit(kernel(kernels.short_conv, weight.shape[1], gated), args, parts=channel_parts(o.width))
+    variant = kernel(kernels.short_conv, weight.shape[1], gated, int(biased is not None))
+    context.emit(variant, args, parts=channel_parts(o.width))
     context.invalidate(o.out)
 
 
@@ -49,6 +56,23 @@ def delta_rule(context: Context, o: DeltaRule) -> None:
     context.invalidate(o.out)
 
 
+def ssd_scan(context: Context, o: SsdScan) -> None:
+    (x, x_stride), (dt, dt_stride), (out, out_stride) = map(context.place, (o.x, o.dt, o.out))
+    scratch = scan.scratch_bytes(padded_head(o.state_dim), padded_head(o.head_dim))
+    with np.errstate(over="ignore"):
+        decay = -np.exp(as_float32(context.file.array(o.decay_log), o.decay_log.dtype))
+    args = scan.SsdScanArgs(
+        **context.state_args(o.state), x=x, x_stride=x_stride, dt=dt, dt_stride=dt_stride, out=out, out_stride=out_stride,
+        heads=o.heads, head_dim=o.head_dim, groups=o.groups, state_dim=o.state_dim, shared=o.shared,
+        log=4 * context.state_places[o.state].log, log_bytes=4 * padded_width(context.graph.states[o.state].log),
+        log_u=4 * o.log_places[0],  decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias),
+        skip=context.memory.floats(o.skip), least=o.limits[0], most=o.limits[1],
+        scratch=context.memory.shared("ssd scan", context.threads * scratch), scratch_bytes=scratch,
+    )  # fmt: skip
+    context.emit(kernel(scan.ssd_scan, int(is_wide(context.isa))), args, parts=o.heads // o.shared)
+    context.invalidate(o.out)
+
+
 def is_wide(isa: Isa) -> bool:
     """Whether a vector of sixteen floats is one register."""
     return isa.lanes == LANES
@@ -58,14 +82,15 @@ def gated_norm(context: Context, o: GatedNorm) -> None:
     (x, x_stride), (gate, gate_stride), (out, out_stride) = map(context.place, (o.x, o.gate, o.out))
     args = norms.GatedNormArgs(
         x=x, x_stride=x_stride, gate=gate + 4 * o.offset, gate_stride=gate_stride, heads=o.heads, head_dim=o.head_dim,
-        gain=context.memory.floats(o.gain), epsilon=o.eps, out=out, out_stride=out_stride,
+        gain=context.memory.floats(o.gain), gain_bytes=0 if o.gain.shape[0] == o.head_dim else 4 * o.head_dim,
+        epsilon=o.eps, out=out, out_stride=out_stride,
     )  # fmt: skip
-    context.emit(kernel(norms.gated_norm), args, parts=channel_parts(o.heads * o.head_dim))
+    context.emit(kernel(norms.gated_norm, int(o.gate_first)), args, parts=channel_parts(o.heads * o.head_dim))
     context.invalidate(o.out)
 
 
 def gate(context: Context, o: Gate) -> None:
     (x, x_stride), (gates, gate_stride) = context.place(o.x), context.place(o.gate)
     args = norms.GateArgs(x=x, x_stride=x_stride, gate=gates + 4 * o.offset, gate_stride=gate_stride, width=o.width)
-    context.emit(kernel(norms.gate, int(o.sigmoid)), args)
+    context.emit(kernel(norms.gate, norms.GATES.index(o.function)), args)
     context.invalidate(o.x)

@@ -10,12 +10,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import BESIDE, CLIP_TOWER, DELTA, EXPERTS, GEMMA, GEMMA_4, OPT, PLAIN, TAPPED_TOWER, TOWER
+from test_config import (
+    BESIDE,
+    BESIDE_ATTENTION,
+    CLIP_TOWER,
+    DELTA,
+    EXPERTS,
+    GEMMA,
+    GEMMA_4,
+    OPT,
+    PLAIN,
+    STATE_SPACE,
+    TAPPED_TOWER,
+    TOWER,
+)
 
 from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
 from edgeq.format.container import ModelFile
 from edgeq.format.records import MODES, LinearSpec
-from edgeq.network import config, delta_net, pooling, rope, stack
+from edgeq.network import config, delta_net, pooling, rope, ssd, stack
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -97,6 +110,7 @@ def test_what_is_reserved_is_refused_by_the_reader() -> None:
         (pooling.Pooling, "key of `pooling`", None),
         (pooling.DenseLayer, "key of a dense layer", None),
         (delta_net.DeltaNet, "key of `delta_net`", None),
+        (ssd.StateSpace, "key of `ssd`", None),
         (config.VisionConfig, "key of a tower", stack.Stack),
     ],
 )
@@ -126,7 +140,22 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
     pooled = replace(untied, pooling=pooling.Pooling("mean", True, (pooling.DenseLayer(8, bias=True),)))
-    for each in (PLAIN, untied, pooled, GEMMA, normed, OPT, shared, convolutions, DELTA, attention, GEMMA_4, BESIDE):
+    for each in (
+        PLAIN,
+        untied,
+        pooled,
+        GEMMA,
+        normed,
+        OPT,
+        shared,
+        convolutions,
+        DELTA,
+        attention,
+        GEMMA_4,
+        BESIDE,
+        STATE_SPACE,
+        BESIDE_ATTENTION,
+    ):
         names = {"head", *manifest.array_shapes(each), *manifest.rotation_shapes(each, 0), *manifest.table_shapes(each)}
         for fused, parts in manifest.fused_shapes(each, 0):
             names |= {fused, *parts}

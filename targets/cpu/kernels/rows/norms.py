@@ -137,7 +137,7 @@ def value_norm() -> Kernel:
 
 
 class GatedNormArgs(Args):
-    """gate   of the first channel of x;  gain f32 [head_dim]"""
+    """gate   of the first channel of x;  gain f32 [head_dim], of every head gain_bytes after the one before"""
 
     x = pointer()
     x_stride = nbytes()
@@ -146,19 +146,21 @@ class GatedNormArgs(Args):
     heads = number()
     head_dim = number()
     gain = pointer()
+    gain_bytes = nbytes()
     epsilon = float32()
     out = pointer()
     out_stride = nbytes()
 
 
-def gated_norm() -> Kernel:
-    """RMSNorm over each head of a row, times silu(gate)."""
+def gated_norm(gate_first: int) -> Kernel:
+    """RMSNorm over each head of a row, times silu(gate); `gate_first`: of the row times it."""
 
     def kernel(record, part, parts, thread):
         args = GatedNormArgs(record)
         dim = args.head_dim
         for item in range(part, get_i64(args.rows) * args.heads, parts):
-            r, begin = item // args.heads, 4 * dim * (item % args.heads)
+            r, head = item // args.heads, item % args.heads
+            begin, gain = 4 * dim * head, args.gain + args.gain_bytes * head
             x, gate, out = (
                 args.x + r * args.x_stride + begin,
                 args.gate + r * args.gate_stride + begin,
@@ -166,12 +168,19 @@ def gated_norm() -> Kernel:
             )
             total = vsplat(0.0)
             for c in range(0, dim, 16):
-                part_of_head = vfirst(vload(x + 4 * c), dim - c)
+                part_of_head = vload(x + 4 * c)
+                if gate_first:
+                    part_of_head = vmul(part_of_head, active(SILU, vload(gate + 4 * c)))
+                part_of_head = vfirst(part_of_head, dim - c)
                 total = vfma(part_of_head, part_of_head, total)
             factor = vsplat(inverse_root(vsum(total) / dim, args.epsilon))
             for c in range(0, dim, 16):
-                normed = vmul(vmul(vload(x + 4 * c), factor), vload(args.gain + 4 * c))
-                put_up_to(out + 4 * c, vmul(normed, active(SILU, vload(gate + 4 * c))), dim - c)
+                gates, part_of_head = active(SILU, vload(gate + 4 * c)), vload(x + 4 * c)
+                if gate_first:
+                    normed = vmul(vmul(vmul(part_of_head, gates), factor), vload(gain + 4 * c))
+                else:
+                    normed = vmul(vmul(vmul(part_of_head, factor), vload(gain + 4 * c)), gates)
+                put_up_to(out + 4 * c, normed, dim - c)
 
     return kernel
 
@@ -186,8 +195,11 @@ class GateArgs(Args):
     width = number()
 
 
-def gate(sigmoid: int) -> Kernel:
-    """x *= sigmoid(gate), in place; without `sigmoid` x *= gate."""
+GATES = (None, "sigmoid", "silu")
+
+
+def gate(function: int) -> Kernel:
+    """x *= f(gate), in place; function: of GATES."""
 
     def kernel(record, part, parts, thread):
         args = GateArgs(record)
@@ -195,8 +207,10 @@ def gate(sigmoid: int) -> Kernel:
             x, gate = args.x + r * args.x_stride, args.gate + r * args.gate_stride
             for c in range(0, args.width, 16):
                 by = vload(gate + 4 * c)
-                if sigmoid:
+                if function == 1:
                     by = sigmoid_of_minus(vsub(vsplat(0.0), by))
+                elif function == 2:
+                    by = active(SILU, by)
                 put_up_to(x + 4 * c, vmul(vload(x + 4 * c), by), args.width - c)
 
     return kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeq.targets.cpu.jit.args import nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.simd import get_i32, get_i64, vfirst, vfma, vload, vmul, vsplat, vstore
+from edgeq.targets.cpu.jit.simd import get_i32, get_i64, vadd, vfirst, vfma, vload, vmul, vsplat, vstore
 from edgeq.targets.cpu.kernels.args import StateArgs
 from edgeq.targets.cpu.kernels.rows.activate import SILU, active
 from edgeq.targets.cpu.kernels.rows.states import snapshot_after
@@ -14,7 +14,7 @@ from edgeq.targets.states import LOG
 class ShortConvArgs(StateArgs):
     """x, out    rows: `width` channels; of a gated one b, c and u of as many each side by side; the result
     row_bytes    of a row of weights, of the state and of a snapshot, padded to 16 channels
-    weights      f32 [taps][padded width]
+    weights      f32 [taps][padded width];  bias: f32 [padded width], where it has one
     """
 
     x = pointer()
@@ -24,12 +24,13 @@ class ShortConvArgs(StateArgs):
     width = number()
     row_bytes = nbytes()
     weights = pointer()
+    bias = pointer(0)
 
 
-def short_conv(taps: int, gated: int) -> Kernel:
+def short_conv(taps: int, gated: int, biased: int) -> Kernel:
     """A work item is 16 channels of a session: its rows follow one another, those of a state's ring are read back.
 
-    gated   c * the convolution of b * u; else silu of that of x
+    gated   c * the convolution of b * u; else silu of that of x, to which with `biased` the bias is added
     """
 
     def kernel(record, part, parts, thread):
@@ -53,6 +54,8 @@ def short_conv(taps: int, gated: int) -> Kernel:
                 for j in range(taps):
                     at = (slot + ring - taps + 1 + j) % ring
                     total = vfma(vload(args.weights + row_bytes * j + c), vload(held + row_bytes * at), total)
+                if biased:
+                    total = vadd(total, vload(args.bias + c))
                 result = vmul(vload(x + 4 * width), total) if gated else active(SILU, total)
                 vstore(args.out + r * args.out_stride + c, vfirst(result, width - channel))
                 snapshot = snapshot_after(args, session, slot)

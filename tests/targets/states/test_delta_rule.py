@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import HERE, ISAS, Arrays
 from numpy.typing import NDArray
-from state_cases import LENGTH, plain, results
 
 from edgeq.network.delta_net import UNIT_EPS
 from edgeq.targets.cpu.lowering import states
 from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, delta_state
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Operation, Select
 from edgeq.targets.states import LOG
+from tests.targets.cases import HERE, ISAS, Arrays
+from tests.targets.states.state_cases import LENGTH, plain, results
 
 Array = NDArray[np.float64]
 
@@ -157,13 +157,18 @@ def silu(x: Array) -> Array:
 
 @pytest.mark.parametrize("target", ["reference", *HERE])
 @pytest.mark.parametrize(("heads", "dim", "offset"), [(1, 16, 0), (3, 20, 7), (2, 128, 64), (5, 3, 1)])
-def test_the_gated_norm_computes_its_formula(target: str, heads: int, dim: int, offset: int) -> None:
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_the_gated_norm_computes_its_formula(target: str, heads: int, dim: int, offset: int, gate_first: bool) -> None:
+    """With `gate_first`, which comes with a gain of every head, the norm is of what was multiplied by the gate."""
     arrays, rng = Arrays(), np.random.default_rng(dim)
-    gain = rng.standard_normal(dim).astype(np.float32)
-    norm = GatedNorm(0, "x", "gate", offset, heads, dim, arrays.add(gain, "f32"), 0.125, "y")
+    gain = rng.standard_normal(dim * (heads if gate_first else 1)).astype(np.float32)
+    norm = GatedNorm(0, "x", "gate", offset, heads, dim, arrays.add(gain, "f32"), 0.125, "y", gate_first)
     made, tables = of_gates(arrays, norm, {"x": heads * dim, "gate": heads * dim + offset, "y": heads * dim})
     x, gates = tables["x"].astype(np.float64).reshape(LENGTH, heads, dim), tables["gate"].astype(np.float64)[:, offset:]
-    wanted = (x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.125) * gain).reshape(LENGTH, -1) * silu(gates)
+    by = silu(gates)
+    x = x * by.reshape(x.shape) if gate_first else x
+    wanted = (x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.125) * gain.reshape(-1, dim)).reshape(LENGTH, -1)
+    wanted = wanted if gate_first else wanted * by
     found = plain(target, made, arrays)
     assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from cases import Arrays
 
 from edgeq.targets import load
 from edgeq.targets.capabilities import HoldsStates
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
+from tests.targets.cases import Arrays
 
 LENGTH = 150
 

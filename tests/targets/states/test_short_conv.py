@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import ISAS, Arrays
-from state_cases import LENGTH, results
 
 from edgeq.targets.family_operations import ShortConv, SiluConv
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Select
 from edgeq.targets.states import LOG, StateSpec
+from tests.targets.cases import ISAS, Arrays
+from tests.targets.states.state_cases import LENGTH, results
 
 
 def graph(arrays: Arrays, width: int, taps: int, gated: bool = True) -> tuple[Graph, np.ndarray]:
