@@ -89,6 +89,9 @@ GEMMA4_ROPE = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.4},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
 }
+FALCON_H1 = {"lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6,
+             "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.4,
+             "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7]}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama_gqa": ("Llama", {"tie_word_embeddings": True}),
@@ -207,6 +210,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.4, "logits_scaling": 3.0}
         | {"tie_word_embeddings": True, "rms_norm_eps": 3e-5},
     ),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2]}
+        | {"num_local_experts": 0, "shared_intermediate_size": 192, "position_embedding_type": "rope", "rms_norm_eps": 3e-3}
+        | {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+        | {"mamba_n_heads": 6, "mamba_d_head": 64, "mamba_expand": 3, "mamba_n_groups": 2, "mamba_d_state": 24}
+        | {"mamba_d_conv": 3, "tie_word_embeddings": True, "time_step_limit": (0.02, 0.8)},
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybrid",
+        {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64, "shared_intermediate_size": 96}
+        | {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+        | {"mamba_n_heads": 8, "mamba_expand": 2, "mamba_d_state": 40, "mamba_conv_bias": False, "rms_norm_eps": 3e-5}
+        | {"position_embedding_type": "nope", "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    ),
     "glm4": (
         "Glm4",
         {"num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 3e-5, "attention_bias": True}
@@ -257,6 +276,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "bias": True,
             "tie_word_embeddings": False,
         },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {"num_hidden_layers": 3, "head_dim": 64, "rms_norm_eps": 3e-3, "rope_theta": 20000.0, "tie_word_embeddings": True}
+        | {"mamba_d_ssm": 192, "mamba_n_heads": 6, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
+        | {"mamba_d_conv": 3, "mamba_rms_norm": False, "time_step_limit": (0.02, 0.8), **FALCON_H1},
+    ),
+    "falcon_h1_norm": (
+        "FalconH1",
+        {"mamba_d_ssm": None, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 40}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_conv_bias": False, **FALCON_H1},
+    ),
+    "falcon_h1_gate": (
+        "FalconH1",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_n_groups": 4, "mamba_d_state": 16, "rms_norm_eps": 3e-3}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, **FALCON_H1},
     ),
     "falcon_sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
@@ -331,6 +366,8 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
             elif parameter_name.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))
+            elif parameter_name.endswith("mamba.D"):
+                parameter.data = torch.linspace(-2, 3, len(parameter))
             elif parameter_name.endswith("sinks"):
                 parameter.data = torch.linspace(-2, 4, len(parameter))
             elif "conv1d" in parameter_name:

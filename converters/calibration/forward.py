@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, KeptRows, KeysValues, angles
+from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, KeptRows, KeysValues
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import EMBEDDING, LAYER_ROWS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM, Family
 from edgeq.network.config import ModelConfig
-from edgeq.network.rope import Rope
+from edgeq.network.rope import Rope, frequencies, rotation
 from edgeq.network.stack import Stack
 
 WholeReader = Callable[[str], NDArray[np.float32]]
@@ -306,3 +306,17 @@ def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:
         observer(args[0] if args else kwargs["hidden_states"])
 
     return observe
+
+
+def angles(rope: Rope, head_dim: int, length: int) -> Angles:
+    """Cosines and sines of positions 0 ... length - 1 in a session of that length."""
+    found = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
+    return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()
+
+
+def angles_at(rope: Rope, head_dim: int, positions: Tensor) -> Angles:
+    """Cosines and sines of tokens at `positions` int64 [axes, tokens]."""
+    per_position, axes = rotation(rope, head_dim)
+    turns = positions[list(axes)] if axes else positions[:1]
+    found = turns.T.double() * torch.tensor(per_position, dtype=torch.float64)
+    return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.forward import CalibrationBatch, TokenForward, embedded, visible
+from edgeq.converters.calibration.forward import CalibrationBatch, TokenForward, angles_at, embedded, visible
 from edgeq.converters.calibration.samples import PictureSample
-from edgeq.converters.calibration.torch_decoder import angles_at
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
 from edgeq.network.config import ModelConfig

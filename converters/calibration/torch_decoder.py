@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.converters.calibration.torch_states import Gain, TorchDeltaNet, TorchShortConv
-from edgeq.network.rope import Rope, frequencies, rotation
+from edgeq.converters.calibration.torch_states import Gain, TorchDeltaNet, TorchShortConv, TorchStateSpace
 from edgeq.network.stack import Stack
 
 Angles = tuple[Tensor, Tensor]
@@ -176,6 +175,22 @@ class TorchAttention(nn.Module):
         return norm(x) if norm is not None and self.norm_kind == "rotated" else x
 
 
+class TorchAttentionBeside(TorchAttention):
+    """Attention beside a state space that reads the same; their results are added."""
+
+    def __init__(self, config: Stack, biases: tuple[str, ...], index: int) -> None:
+        super().__init__(config, biases, index)
+        space = TorchStateSpace(config)
+        for name, module in space.named_children():
+            self.add_module(name, module)
+        # Its modules are this one's; it is none itself.
+        self._space = (space,)
+
+    def forward(self, hidden_states: Tensor, *attention: Any, **settings: Any) -> Tensor:
+        found: Tensor = super().forward(hidden_states, *attention, **settings) + self._space[0](hidden_states)
+        return found
+
+
 class Mlp(nn.Module):
     """down(act(gate) * up), or down(act(up))."""
 
@@ -207,15 +222,17 @@ class TorchExperts(nn.Module):
         self.chosen, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias="router" in biases)
         self.experts = nn.ModuleList([Mlp(config, config.intermediate_size, of_experts) for _ in range(config.num_experts)])
-        shared, gated = config.shared_expert_intermediate_size, not config.experts_beside_mlp
+        shared = config.shared_expert_intermediate_size
+        gated = config.shared_expert_gate and not config.experts_beside_mlp
         self.shared_expert = Mlp(config, shared, ()) if shared else None
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if shared and gated else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states.flatten(0, -2)  # [tokens, hidden]
         result = self._summed(x, *self._routed(x))
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            result += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        if self.shared_expert is not None:
+            gate = self.shared_expert_gate
+            result += self.shared_expert(x) if gate is None else gate(x).sigmoid() * self.shared_expert(x)
         return result.view(hidden_states.shape)
 
     def _summed(self, x: Tensor, shares: Tensor, experts: Tensor) -> Tensor:
@@ -309,6 +326,9 @@ class DecoderLayer(nn.Module):
             self.self_attn: nn.Module = TorchShortConv(config)
         elif index in config.delta_layers:
             self.self_attn = TorchDeltaNet(config)
+        elif index in config.ssd_layers:
+            beside = config.attends(index)
+            self.self_attn = TorchAttentionBeside(config, biases, index) if beside else TorchStateSpace(config)
         else:
             self.self_attn = TorchAttention(config, biases, index)
         norms_after = config.norms_after(index)
@@ -376,20 +396,6 @@ ACTIVATIONS = {
     "gelu": nn.GELU(),
     "quick_gelu": QuickGelu(),
 }
-
-
-def angles(rope: Rope, head_dim: int, length: int) -> Angles:
-    """Cosines and sines of positions 0 ... length - 1 in a session of that length."""
-    found = torch.outer(torch.arange(length).double(), torch.tensor(frequencies(rope, head_dim, length), dtype=torch.float64))
-    return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()
-
-
-def angles_at(rope: Rope, head_dim: int, positions: Tensor) -> Angles:
-    """Cosines and sines of tokens at `positions` int64 [axes, tokens]."""
-    per_position, axes = rotation(rope, head_dim)
-    turns = positions[list(axes)] if axes else positions[:1]
-    found = turns.T.double() * torch.tensor(per_position, dtype=torch.float64)
-    return (found.cos() * rope.attention_factor).float(), (found.sin() * rope.attention_factor).float()
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

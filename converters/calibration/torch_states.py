@@ -16,14 +16,15 @@ CHUNK = 64
 class Taps(nn.Module):
     """A convolution over the last tokens, channel by channel; weights [channels, taps]."""
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, channels: int, taps: int, biased: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [rows, tokens, channels]."""
         before = functional.pad(x.transpose(1, 2), (self.weight.shape[1] - 1, 0))
-        return functional.conv1d(before, self.weight[:, None], groups=len(self.weight)).transpose(1, 2)
+        return functional.conv1d(before, self.weight[:, None], self.bias, groups=len(self.weight)).transpose(1, 2)
 
 
 class TorchShortConv(nn.Module):
@@ -90,6 +91,67 @@ class TorchDeltaNet(nn.Module):
         return result
 
 
+class TorchStateSpace(nn.Module):
+    """out_proj(norm(scan(silu(conv(xbc)), dt_rates(x)) * silu(gate))), with xbc, gate = in_proj(x), in attention's place."""
+
+    def __init__(self, config: Stack) -> None:
+        super().__init__()
+        net, hidden = config.ssd, config.hidden_size
+        assert net is not None
+        self.net = net
+        self.in_proj = nn.Linear(hidden, net.channels + net.inner_size, bias=False)
+        self.dt_rates = nn.Linear(hidden, net.heads, bias=False)
+        self.conv = Taps(net.channels, net.taps, biased=True)
+        self.decay, self.dt, self.skip = Gain(net.heads), TimeStep(net.heads), Gain(net.heads)
+        self.norm = None if net.norm == "none" else Gain(net.inner_size)
+        self.out_proj = nn.Linear(net.inner_size, hidden, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: object = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """hidden_states [rows, tokens, hidden]; the others are not used."""
+        net, width = self.net, self.net.groups * self.net.state_dim
+        xbc, gate = self.in_proj(hidden_states).split([net.channels, net.inner_size], dim=-1)
+        u, b, c = functional.silu(self.conv(xbc)).split([net.inner_size, width, width], dim=-1)
+        b, c = (x.unflatten(-1, (net.groups, -1)).repeat_interleave(net.heads // net.groups, 2) for x in (b, c))
+        u, step = u.unflatten(-1, (net.heads, -1)), functional.softplus(self.dt_rates(hidden_states) + self.dt.bias)
+        step = step.clamp(*net.time_step_limits)
+        scanned = state_space(step[..., None] * u, b, c, -self.decay.weight.exp() * step) + self.skip.weight[:, None] * u
+        y, gate = scanned.flatten(2), functional.silu(gate)
+        y = y if net.norm == "before_gate" else y * gate
+        if self.norm is not None:
+            by_groups = y.unflatten(-1, (net.groups, -1))
+            y = (by_groups * torch.rsqrt(by_groups.square().mean(-1, keepdim=True) + net.norm_eps)).flatten(
+                2
+            ) * self.norm.weight
+        result: Tensor = self.out_proj(y * gate if net.norm == "before_gate" else y)
+        return result
+
+
+def state_space(u: Tensor, b: Tensor, c: Tensor, g: Tensor) -> Tensor:
+    """What the states of the heads give, from states of zeros on (targets/family_operations.py, SsdScan): without `skip`.
+
+    u [rows, tokens, heads, head_dim], the step in it; b, c [..., state_dim]; g [rows, tokens, heads].
+    """
+    u, b, c, g = (x.transpose(1, 2) for x in (u, b, c, g))  # [rows, heads, tokens, ...]
+    state, found = u.new_zeros(*u.shape[:2], b.shape[-1], u.shape[-1]), []
+    for at in range(0, u.shape[2], CHUNK):
+        of_u, of_b, of_c, of_g = (x[:, :, at : at + CHUNK] for x in (u, b, c, g))
+        since, decay = _decays(of_g)
+        whole = since.exp()[..., None]
+        found.append(whole * (of_c @ state) + (of_c @ of_b.mT * decay) @ of_u)
+        state = whole[:, :, -1:] * state + (of_b * (since[..., -1:] - since).exp()[..., None]).mT @ of_u
+    return torch.cat(found, dim=2).transpose(1, 2)
+
+
+def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of g [..., tokens] up to each token, and the decays [..., tokens, tokens] from each to each after it."""
+    since, count = g.cumsum(-1), g.shape[-1]
+    lower = torch.ones(count, count, dtype=torch.bool, device=g.device).tril()
+    # Exponents are never positive: a difference of sums over a head that forgets would overflow above the diagonal.
+    return since, torch.where(lower, since[..., :, None] - since[..., None, :], -torch.inf).exp()
+
+
 def _units(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
 
@@ -105,10 +167,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Ten
     for at in range(0, q.shape[2], CHUNK):
         of_q, of_k, of_v, rate, of_g = (x[:, :, at : at + CHUNK] for x in (q, k, v, beta[..., None], g))
         count = of_q.shape[2]
-        since = of_g.cumsum(-1)
-        lower = torch.ones(count, count, dtype=torch.bool, device=q.device).tril()
-        # Exponents are never positive: a difference of sums over a head that forgets would overflow above the diagonal.
-        decay = torch.where(lower, since[..., :, None] - since[..., None, :], -torch.inf).exp()
+        since, decay = _decays(of_g)
         whole = since.exp()[..., None]
         system = torch.eye(count, device=q.device, dtype=q.dtype) + rate * (of_k @ of_k.mT * decay).tril(-1)
         changes = torch.linalg.solve_triangular(system, rate * (of_v - whole * (of_k @ state)), upper=False)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.forward import CalibrationBatch, Forward, WholeReader
+from edgeq.converters.calibration.forward import CalibrationBatch, Forward, WholeReader, angles_at
 from edgeq.converters.calibration.samples import PictureFile
-from edgeq.converters.calibration.torch_decoder import angles_at
 from edgeq.converters.calibration.torch_tower import Patches, Projector
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family

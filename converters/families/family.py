@@ -45,6 +45,8 @@ LINEARS = {
     "delta_qkv": "self_attn.qkv_proj",
     "delta_gate": "self_attn.gate_proj",
     "delta_out": "self_attn.o_proj",
+    "ssd_in": "self_attn.in_proj",
+    "ssd_out": "self_attn.out_proj",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -63,6 +65,9 @@ NORMS = {
     "decay_log": "self_attn.decay",
     "dt": "self_attn.dt",
     "delta_norm": "self_attn.norm",
+    "ssd_conv": "self_attn.conv",
+    "skip": "self_attn.skip",
+    "ssd_norm": "self_attn.norm",
     "sinks": "self_attn.sinks",
     "layer_scalar": "layer_scalar",
     "row_norm": "rows.norm",
@@ -77,6 +82,7 @@ IN_FLOATS = {
     "shared_gate": "mlp.shared_expert_gate",
     "delta_b": "self_attn.b",
     "delta_a": "self_attn.a",
+    "ssd_dt": "self_attn.dt_rates",
 }
 """Those that are never rounded."""
 TAP, EXPERT = re.compile(r"^taps\.\d+\."), re.compile(r"^experts\.\d+\.")
@@ -122,10 +128,13 @@ MLP_MAPPINGS = (
 def mixer_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     """Those of attention, and of what layers with a state have in its place."""
     gate = ("attention_gate",) if config.attention_gate else ()
+    beside = (("ssd_in",), ("ssd_dt",)) if config.ssd and config.ssd.beside_attention else ((), ())
     return (
-        ScaleMapping("attention_norm", ("q", "k", "v", *gate), "self_attn"),
+        ScaleMapping("attention_norm", ("q", "k", "v", *gate, *beside[0]), "self_attn", followers=beside[1]),
         ScaleMapping("attention_norm", ("conv_in",), "self_attn"),
         ScaleMapping("attention_norm", ("delta_qkv", "delta_gate"), "self_attn", followers=("delta_b", "delta_a")),
+        *(() if beside[0] else (ScaleMapping("attention_norm", ("ssd_in",), "self_attn", followers=("ssd_dt",)),)),
+        ScaleMapping("ssd_norm", ("ssd_out",), "self_attn.out_proj"),
         AFTER_VALUES,
     )
 

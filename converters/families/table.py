@@ -24,6 +24,8 @@ from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
 from edgeq.converters.families.encoders.bert import BERT_FAMILIES
 from edgeq.converters.families.encoders.modernbert import MODERNBERT
 from edgeq.converters.families.family import Family, FamilyDescription, Values
+from edgeq.converters.families.state_spaces.falcon_h1 import FALCON_H1
+from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.qwen3_vl import QWEN3_VL
 from edgeq.converters.families.vision.qwen_vl import QWEN_VL_FAMILIES
@@ -35,8 +37,8 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, *QWEN_NEXT_FAMILIES, *GEMMA_4_FAMILIES,
-    *BERT_FAMILIES, MODERNBERT,
+    GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, *QWEN_NEXT_FAMILIES,
+    *GEMMA_4_FAMILIES, *BERT_FAMILIES, MODERNBERT,
 )  # fmt: skip
 DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *LLAVA_FAMILIES)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}

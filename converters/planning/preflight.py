@@ -93,6 +93,7 @@ def _check_layers(method: Method) -> None:
     """UnsupportedError: the method takes every layer to have attention like the others, and some have none, or other heads."""
     config, options = method.config, method.options
     others: dict[str, object] = {"convolutions": config.conv_layers, "a gated delta net": config.delta_net}
+    others["a state space"] = config.ssd
     others["heads of several kinds"] = not config.alike
     kind = next((name for name, found in others.items() if found), None)
     if kind and method.name not in TAKES_OTHERS:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edgeq.converters.calibration.forward import visible
-from edgeq.converters.calibration.torch_decoder import DecoderLayer, angles, quantized_linears
+from edgeq.converters.calibration.forward import angles, visible
+from edgeq.converters.calibration.torch_decoder import DecoderLayer, quantized_linears
 from edgeq.converters.methods.tuning import Tuned, installed
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.rounding.linears import LinearItem

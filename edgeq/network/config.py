@@ -17,7 +17,7 @@ from edgeq.network.image_config import ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES, Stack
-from edgeq.network.stack_json import read_stack
+from edgeq.network.stack_json import read_stack, stack_record
 
 MAX_VISION_SIZES = {
     "patch_size": 256,
@@ -285,7 +285,7 @@ class ModelConfig(Stack):
         return tuple(sorted(windows)) if self.bidirectional else ()
 
     def record(self) -> dict[str, Any]:
-        found = super().record() | ({"vision": self.vision.record()} if self.vision else {})
+        found = stack_record(self) | ({"vision": stack_record(self.vision)} if self.vision else {})
         return found | ({"pooling": self.pooling.record()} if self.pooling else {})
 
     def to_json(self) -> str:

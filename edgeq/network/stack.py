@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.activations import GATED, check_activation
@@ -26,15 +26,6 @@ MAX_SIZES = {
 }
 MAX_EXPERTS = 32_768
 """The most experts of all layers together."""
-NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
-                "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
-                "bidirectional", "normed_residual", "segments", "qk_norm_kind", "delta_net", "attention_gate",
-                "attention_sinks", "swiglu_limit", "swiglu_alpha", "global_head_dim", "num_global_key_value_heads",
-                "attention_k_eq_v", "value_norm", "num_kv_shared_layers", "use_double_wide_mlp",
-                "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp", "final_logit_softcapping", "ssd",
-                "shared_expert_gate")  # fmt: skip
-"""Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
-readers."""
 FLAGS = ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks",
          "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars", "experts_beside_mlp",
          "shared_expert_gate")  # fmt: skip
@@ -392,11 +383,3 @@ class Stack:
         """Cache positions that a token at position `length` - 1 reads, mean over the layers: sliding windows read fewer."""
         windows = self.sliding_windows
         return sum(min(w, length) if w else length for w in windows) / len(windows) if windows else float(length)
-
-    def record(self) -> dict[str, Any]:
-        """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
-        values = asdict(self)
-        values |= {f.name: x.to_json() for f in fields(self) if isinstance(x := getattr(self, f.name), Rope)}
-        values |= {name: found.record() for name in ("delta_net", "ssd") if (found := getattr(self, name))}
-        unset = {f.name: f.default for f in fields(self) if f.name in NEWER_FIELDS}
-        return {key: value for key, value in values.items() if key not in unset or value != unset[key]}

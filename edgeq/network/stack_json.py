@@ -1,8 +1,8 @@
-"""A stack from the JSON of a file."""
+"""A stack as a file has it, in JSON."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from edgeq.network.delta_net import DeltaNet
@@ -11,11 +11,29 @@ from edgeq.network.rope import Rope
 from edgeq.network.ssd import StateSpace
 from edgeq.network.stack import MAX_SIZES, Stack
 
+NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "class_feature", "position_rows", "interpolated",
+                "pre_norm", "tap_layers", "pooling", "conv_layers", "conv_taps", "pre_norms", "parallel_blocks",
+                "bidirectional", "normed_residual", "segments", "qk_norm_kind", "delta_net", "attention_gate",
+                "attention_sinks", "swiglu_limit", "swiglu_alpha", "global_head_dim", "num_global_key_value_heads",
+                "attention_k_eq_v", "value_norm", "num_kv_shared_layers", "use_double_wide_mlp",
+                "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp", "final_logit_softcapping", "ssd",
+                "shared_expert_gate")  # fmt: skip
+"""Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
+readers."""
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
 """Fields with an entry for layers."""
 NETS: dict[str, type[DeltaNet] | type[StateSpace]] = {"delta_net": DeltaNet, "ssd": StateSpace}
 """Fields that say which layers have a state, with its sizes."""
 Config = TypeVar("Config", bound="Stack")
+
+
+def stack_record(stack: Stack) -> dict[str, Any]:
+    """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
+    values = asdict(stack)
+    values |= {f.name: x.to_json() for f in fields(stack) if isinstance(x := getattr(stack, f.name), Rope)}
+    values |= {name: found.record() for name in NETS if (found := getattr(stack, name))}
+    unset = {f.name: f.default for f in fields(stack) if f.name in NEWER_FIELDS}
+    return {key: value for key, value in values.items() if key not in unset or value != unset[key]}
 
 
 def read_stack(cls: type[Config], data: dict[str, Any], where: str, **made: Any) -> Config:

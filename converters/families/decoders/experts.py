@@ -84,7 +84,8 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     owners = [f"experts.{expert}." for expert in range(config.num_experts)]
     followers = ["router"]
     if config.shared_expert_intermediate_size:
-        owners, followers = [*owners, "shared."], [*followers, "shared_gate"]
+        owners = [*owners, "shared."]
+        followers += ["shared_gate"] if config.shared_expert_gate else []
     consumers = tuple(f"{owner}{part}" for owner in owners for part in ("gate", "up"))
     downs = [f"{owner}down" for owner in owners]
     return (

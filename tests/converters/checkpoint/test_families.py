@@ -35,6 +35,7 @@ from edgeq.format.codec import Codec, from_bf16
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.network.delta_net import DeltaNet
+from edgeq.network.ssd import StateSpace
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -42,7 +43,8 @@ FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite",
 FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "starcoder2", "gpt2")
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
 FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "gpt_oss")
-FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe")
+FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe", "granite_hybrid", "granite_hybrid_moe")
+FAMILIES += ("falcon_h1", "falcon_h1_norm", "falcon_h1_gate")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -141,12 +143,94 @@ def test_what_lfm2_does_not_have_is_refused_by_key(keys: dict[str, Any], error: 
 
 
 @pytest.mark.parametrize("method", ["quarot", "resq", "mquant", "ttq", "smoothquant"])
-@pytest.mark.parametrize(("family", "kind"), [("lfm2", "convolutions"), ("qwen3_5", "a gated delta net")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("lfm2", "convolutions"),
+        ("qwen3_5", "a gated delta net"),
+        ("granite_hybrid", "a state space"),
+        ("falcon_h1", "a state space"),
+    ],
+)
 def test_methods_that_take_every_layer_to_attend_refuse_states(
     checkpoint: Callable[..., Path], method: str, family: str, kind: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"--method {method}: this model .*has layers of {kind}; supported: none"):
         preflight(str(checkpoint(family)), ConvertOptions(method=method))
+
+
+def test_granite_4_reads_which_layers_have_a_state_and_which_experts() -> None:
+    sizes = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "rms_norm_eps": 3e-5, "residual_multiplier": 0.5}
+    found = config_of("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"] * 4, **sizes)
+    assert found.ssd == StateSpace((0, 2, 4, 6), 8, 8, 2, 10, 4, 3e-5) and found.rms_norm_eps == 3e-5 / 0.25
+    assert found.layers_without_rope == tuple(range(8)) and found.ssd.time_step_limits == (0.0, math.inf)
+    assert (found.num_experts, found.num_experts_per_tok, found.norm_topk_prob) == (8, 2, True)
+    assert (found.shared_expert_intermediate_size, found.shared_expert_gate) == (1024, False)
+    limits = {"time_step_limit": [0.1, {"__float__": "Infinity"}], "num_local_experts": 0, "shared_intermediate_size": 40}
+    types = {"layers_block_type": ["full_attention"] * 7 + ["linear_attention"], "position_embedding_type": "rope"}
+    dense = config_of("GraniteMoeHybridForCausalLM", **types, **sizes, **limits)
+    assert dense.ssd is not None and dense.ssd.layers == (7,) and dense.ssd.time_step_limits == (0.1, math.inf)
+    assert (dense.num_experts, dense.intermediate_size, dense.layers_without_rope) == (0, 40, ())
+    plain = config_of("GraniteMoeHybridForCausalLM", layer_types=["attention"] * 8, **limits)
+    assert plain.ssd is None and not plain.state_layers
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "why"),
+    [
+        ({"mamba_proj_bias": True}, UnsupportedError, "mamba_proj_bias is True"),
+        ({"position_embedding_type": "alibi"}, UnsupportedError, "position_embedding_type is 'alibi'"),
+        ({"attention_bias": True}, UnsupportedError, "attention_bias is True"),
+        ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act is 'gelu'"),
+        ({"layer_types": ["mamba", "conv"] * 4}, UnsupportedError, "'conv' is not supported"),
+        ({"layer_types": ["mamba"] * 7}, CheckpointError, "not a list of 8 entries"),
+        ({"layer_types": ["mamba"] * 8}, UnsupportedError, "beside layers of attention"),
+        ({"mamba_d_head": 12}, CheckpointError, "mamba_d_head is 12 for 8 mamba_n_heads"),
+        ({"mamba_n_heads": 0}, CheckpointError, "mamba_n_heads is 0"),
+        ({"mamba_expand": 1.5}, CheckpointError, "mamba_expand is 1.5"),
+        ({"mamba_n_groups": 3}, CheckpointError, "8 heads and 3 groups"),
+        ({"mamba_conv_bias": 1}, CheckpointError, "mamba_conv_bias is 1"),
+        ({"time_step_limit": [0.1]}, CheckpointError, "time_step_limit is"),
+        ({"time_step_limit": [0.2, 0.1]}, CheckpointError, "time steps from 0.2 to 0.1"),
+        ({"time_step_limit": ["0", 0.1]}, CheckpointError, "time_step_min is '0'"),
+        ({"num_local_experts": 10**9}, CheckpointError, "num_experts is 1000000000"),
+        ({"shared_intermediate_size": 0}, UnsupportedError, "shared_expert_gate"),
+    ],
+)
+def test_what_granite_4_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        config_of("GraniteMoeHybridForCausalLM", **{"layer_types": ["mamba", "attention"] * 4, "mamba_n_heads": 8} | keys)
+
+
+def test_falcon_h1_has_a_state_space_beside_every_attention() -> None:
+    sizes = {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "num_hidden_layers": 3}
+    found = config_of("FalconH1ForCausalLM", embedding_multiplier=2.0, **sizes)
+    space = StateSpace((0, 1, 2), 6, 8, 2, 10, 4, 1e-5, norm="none", beside_attention=True)
+    assert found.ssd == space and found.state_layers == (0, 1, 2) and all(map(found.attends, range(3)))
+    assert found.embedding_multiplier == 2.0 and found.layers_without_rope == ()
+    expanded = config_of("FalconH1ForCausalLM", **sizes | {"mamba_d_ssm": None, "mamba_n_heads": 4, "mamba_rms_norm": True})
+    assert expanded.ssd is not None and (expanded.ssd.inner_size, expanded.ssd.norm) == (64, "before_gate")
+    after = config_of("FalconH1ForCausalLM", mamba_rms_norm=True, mamba_norm_before_gate=False, **sizes)
+    assert after.ssd is not None and after.ssd.norm == "after_gate"
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "why"),
+    [
+        ({"mamba_proj_bias": True}, UnsupportedError, "mamba_proj_bias is True"),
+        ({"projectors_bias": True}, UnsupportedError, "projectors_bias is True"),
+        ({"mlp_bias": True}, UnsupportedError, "mlp_bias is True"),
+        ({"mamba_rms_norm": 1}, CheckpointError, "mamba_rms_norm is 1"),
+        ({"mamba_d_ssm": 49}, CheckpointError, "mamba_d_head is 8 for 6 mamba_n_heads"),
+        ({"mamba_d_ssm": "48"}, CheckpointError, "mamba_d_ssm is '48'"),
+        ({"mlp_multipliers": [1.0]}, CheckpointError, "mlp_multipliers is"),
+        ({"ssm_multipliers": [1.0, 1.0, 1.0, 1.0, 0]}, CheckpointError, "ssm_multipliers 4 is 0"),
+        ({"key_multiplier": "1"}, CheckpointError, "key_multiplier is '1'"),
+    ],
+)
+def test_what_falcon_h1_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        config_of("FalconH1ForCausalLM", **{"mamba_d_ssm": 48, "mamba_n_heads": 6} | keys)
 
 
 def test_qwen3_5_reads_which_layers_have_a_state() -> None:

@@ -117,7 +117,22 @@ def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable
 
 
 @pytest.mark.parametrize(
-    "family", ["llama_mha", "qwen2", "smollm3", "opt", "lfm2", "qwen3_5", "olmo2", "glm4", "mixtral", "qwen2_moe"]
+    "family",
+    [
+        "llama_mha",
+        "qwen2",
+        "smollm3",
+        "opt",
+        "lfm2",
+        "qwen3_5",
+        "granite_hybrid",
+        "granite_hybrid_moe",
+        "falcon_h1_norm",
+        "olmo2",
+        "glm4",
+        "mixtral",
+        "qwen2_moe",
+    ],
 )
 def test_a_layer_in_stages_has_the_inputs_and_outputs_of_a_whole_forward(checkpoint: Callable[..., Path], family: str) -> None:
     source, described, config = opened(checkpoint(family))

@@ -372,7 +372,7 @@ def test_a_hub_id_is_checked_before_its_weights_are_fetched(llama: Path, monkeyp
     assert len(fetched) == 3
 
 
-@pytest.mark.parametrize("family", ["llama_gqa", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama_gqa", "lfm2", "qwen3_5", "granite_hybrid"])
 def test_a_budget_takes_the_best_method(checkpoint: Callable[..., Path], family: str) -> None:
     few = {"budget": Budget("bits", 4.0), "calibration_rows": 2, "calibration_length": 64}
     assert preflight(str(checkpoint(family)), ConvertOptions(**few)).method.name == "gptq"

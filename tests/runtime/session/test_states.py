@@ -88,6 +88,7 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
     [
         ("lfm2", "reference", "a16"),
         ("qwen3_5", "cpu", "a8"),
+        ("granite_hybrid_moe", "cpu", "a8"),
         *(
             pytest.param(family, *on, marks=pytest.mark.exhaustive)
             for family, *on in (
@@ -95,6 +96,9 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
                 ("lfm2", "cpu", "a8"),
                 ("qwen3_5", "reference", "a16"),
                 ("qwen3_5", "cpu", "a16"),
+                ("granite_hybrid_moe", "reference", "a16"),
+                ("granite_hybrid", "cpu", "a16"),
+                ("falcon_h1", "cpu", "a8"),
             )
         ),
     ],
@@ -304,7 +308,7 @@ def test_the_memory_of_states_is_counted(model: Model) -> None:
         assert within == cache_bytes(without.graph, options, 448)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granite_hybrid"])
 def test_only_layers_of_attention_count_for_a_position_of_the_cache(family: str, model_path: Callable[..., Path]) -> None:
     with Model.load(model_path(family, bits=4, group_size=32), target="reference", context=64) as model:
         config, sizes = model.config, model.file.metadata.bytes_per_token()

@@ -1,0 +1,146 @@
+"""Models with a state space give transformers' distributions, and would not with any other choice that is easily made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeq.network.stack import Stack
+from edgeq.runtime import Model
+from edgeq.runtime.network import decoder, state_blocks
+from edgeq.runtime.network.block_parts import norm
+from edgeq.targets.family_operations import GatedNorm, SiluConv, SsdScan
+from edgeq.targets.graph import Operation
+from edgeq.targets.reference import states
+
+GRANITES = ("granite_hybrid", "granite_hybrid_moe")
+FAMILIES = (*GRANITES, "falcon_h1", "falcon_h1_norm", "falcon_h1_gate")
+LENGTH = 150
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, LENGTH)]
+WEIGHTS = {"initializer_range": 0.05}
+RIGHT, WRONG = 1e-8, 1e-7
+"""The largest KL divergence of the right computation, and the smallest of a wrong one."""
+
+Logits = NDArray[np.float64]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[..., Path]) -> Callable[[str], Logits]:
+    """transformers' logits [LENGTH, vocab], in float32 and with keys and values in f16, as they are here."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    class RoundedCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **settings: Any) -> Any:
+            return super().update(key_states.half().float(), value_states.half().float(), *args, **settings)
+
+    known: dict[str, Logits] = {}
+
+    def get(family: str) -> Logits:
+        if family not in known:
+            folder = checkpoint(family, dtype="float32", **WEIGHTS)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            with torch.no_grad():
+                out = model(torch.tensor([TOKENS]), past_key_values=RoundedCache(config=model.config))
+            known[family] = out.logits[0].double().numpy()
+        return known[family]
+
+    return get
+
+
+def divergence(wanted: Logits, found: NDArray[Any]) -> float:
+    """The largest KL divergence of a position."""
+    p, q = (x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64), axis=1, keepdims=True) for x in (wanted, found))
+    return float((np.exp(p) * (p - q)).sum(axis=1).max())
+
+
+def logits(path: Path, target: str, lengths: tuple[int, ...] = (LENGTH,)) -> NDArray[Any]:
+    threads = 2 if target == "cpu" else 0
+    with Model.load(path, target=target, mode="a16", context=192, max_logits=LENGTH, threads=threads) as model:
+        session, found, turn = model.session(), [], 0
+        while len(session.tokens) < LENGTH:
+            at = len(session.tokens)
+            found += session.all_logits(TOKENS[at : min(LENGTH, at + lengths[turn % len(lengths)])])
+            turn += 1
+        return np.concatenate(found)
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_distributions_are_those_of_transformers(
+    family: str, target: str, model_path: Callable[..., Path], expected: Callable[[str], Logits]
+) -> None:
+    """The prompt whole, in odd chunks, and row by row, of which the bits are the same."""
+    path = model_path(family, WEIGHTS, method="none", dtype="f32")
+    whole = logits(path, target)
+    assert divergence(expected(family), whole) < RIGHT
+    for lengths in ((7, 1, 20, 2), (1,)):
+        assert np.array_equal(logits(path, target, lengths), whole)
+
+
+CHOICES: dict[str, Callable[..., Any]] = {
+    "the norm before the gate": lambda op: replace(op, gate_first=False) if isinstance(op, GatedNorm) else op,
+    "one norm over all groups": lambda op: (
+        replace(op, heads=1, head_dim=op.heads * op.head_dim) if isinstance(op, GatedNorm) else op
+    ),
+    "the epsilon of the divided stream": lambda op: replace(op, eps=op.eps / 0.4**2) if isinstance(op, GatedNorm) else op,
+    "a step without limits": lambda op: replace(op, limits=(0.0, 1e30)) if isinstance(op, SsdScan) else op,
+    "the wrong bias": lambda op: replace(op, dt_bias=op.skip) if isinstance(op, SsdScan) else op,
+    "the wrong skip": lambda op: replace(op, skip=op.dt_bias) if isinstance(op, SsdScan) else op,
+    "no bias of the convolution": lambda op: replace(op, bias=None) if isinstance(op, SiluConv) else op,
+}
+
+
+@pytest.mark.parametrize("wrong", CHOICES)
+def test_another_choice_gives_other_distributions(
+    wrong: str, model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, block = model_path("granite_hybrid", WEIGHTS, method="none", dtype="f32"), state_blocks.ssd_block
+    monkeypatch.setattr(
+        "edgeq.runtime.network.decoder.ssd_block", lambda *args, **settings: map(CHOICES[wrong], block(*args, **settings))
+    )
+    assert divergence(expected("granite_hybrid"), logits(path, "reference")) > WRONG
+
+
+@pytest.mark.parametrize("family", GRANITES)
+def test_rope_is_where_the_family_says(
+    family: str, model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path(family, WEIGHTS, method="none", dtype="f32")
+    monkeypatch.setattr(Stack, "layer_rope", lambda self, layer: None if self.layers_without_rope == () else self.rope)
+    assert divergence(expected(family), logits(path, "reference")) > WRONG
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "falcon_h1_norm", "falcon_h1_gate"])
+def test_both_sides_of_a_layer_read_the_stream_before_it(
+    family: str, model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention that read what the state space has added to would give something else."""
+    path, block = model_path(family, WEIGHTS, method="none", dtype="f32"), decoder.attention_block
+
+    def after(metadata: Any, config: Any, layer: int, *args: Any, **settings: Any) -> Iterator[Operation]:
+        yield norm(metadata, config, layer, "x", f"layers.{layer}.attention_norm", "normed")
+        yield from block(metadata, config, layer, *args, **settings)
+
+    monkeypatch.setattr(decoder, "attention_block", after)
+    assert divergence(expected(family), logits(path, "reference")) > WRONG
+
+
+def test_groups_are_of_neighbouring_heads(
+    model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another order of the heads the numbers of channels are the same, and the result is not."""
+    path = model_path("granite_hybrid", WEIGHTS, method="none", dtype="f32")
+
+    def tiled(x: Any, count: Any, axis: int | None = None) -> Any:
+        return np.concatenate([x] * count, axis) if axis == 1 else repeat(x, count, axis)
+
+    repeat = np.repeat
+    monkeypatch.setattr(states.np, "repeat", tiled)
+    assert divergence(expected("granite_hybrid"), logits(path, "reference")) > WRONG
