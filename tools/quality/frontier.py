@@ -27,16 +27,23 @@ def devices_shown(asked: DeviceSpec | None) -> list[DeviceSpec]:
     return [asked] if asked else [DEVICES[name] for name in SHOWN]
 
 
+def _taken(point: FrontierPoint, chosen: FrontierPoint) -> dict[str, Any]:
+    """What an allocation takes and loses, as plain values."""
+    return {
+        "chosen": point is chosen,
+        "bits_per_weight": point.bits,
+        "file_bytes": point.size,
+        "bytes_per_token": point.read,
+        "kl_predicted": point.kl,
+    }
+
+
 def rows(points: Sequence[FrontierPoint], chosen: FrontierPoint, devices: Sequence[DeviceSpec]) -> list[dict[str, Any]]:
     """The points and the chosen allocation, by rising bytes per token, as plain values."""
     every = sorted([*points, chosen], key=lambda point: (point.read, point is chosen))
     return [
-        {
-            "chosen": point is chosen,
-            "bits_per_weight": point.bits,
-            "file_bytes": point.size,
-            "bytes_per_token": point.read,
-            "kl_predicted": point.kl,
+        _taken(point, chosen)
+        | {
             "tokens_per_second": {device.name: 1 / (point.seconds or device.decode_seconds(point.read)) for device in devices},
         }
         for point in every
@@ -49,12 +56,8 @@ def beside(points: Sequence[FrontierPoint], chosen: FrontierPoint) -> list[dict[
     Speeds are as their seconds on this machine where those are known, else as the bytes that a token reads.
     """
     return [
-        {
-            "chosen": point is chosen,
-            "bits_per_weight": point.bits,
-            "file_bytes": point.size,
-            "bytes_per_token": point.read,
-            "kl_predicted": point.kl,
+        _taken(point, chosen)
+        | {
             "relative_file_bytes": point.size / chosen.size,
             "relative_bytes_per_token": point.read / chosen.read,
             # Of a model of few weights nothing may be lost.

@@ -26,7 +26,7 @@ from tests.runtime.session.running_sum import load_with_sums
 TOKENS = [int(t) for t in np.random.default_rng(1).integers(2, 2048, 400)]
 
 
-@pytest.fixture(scope="module", params=["llama_gqa reference", "llama_gqa cpu", "lfm2 cpu", "qwen3_5 cpu", "falcon_h1 cpu"])
+@pytest.fixture(scope="module", params=["llama_gqa reference", "llama_gqa cpu", "lfm2 cpu", "qwen3_5 cpu"])
 def model(request: pytest.FixtureRequest, model_path: Callable[..., Path]) -> Iterator[Model]:
     family, target = request.param.split()
     path, load = model_path(family, bits=4, group_size=32), load_with_sums if family == "llama_gqa" else Model.load
