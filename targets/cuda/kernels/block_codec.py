@@ -6,7 +6,7 @@ from functools import cached_property
 from edgeq.targets.cuda.kernels.product import arithmetic
 from edgeq.targets.cuda.kernels.prologue import WARPS
 from edgeq.targets.cuda.kernels.quantize_input import quantize_block
-from edgeq.targets.cuda.kernels.weights import PackedWeights
+from edgeq.targets.cuda.kernels.weights import WeightForm
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class BlockCodec:
 
     @cached_property
     def weights(self):
-        return PackedWeights(self.bits, self.beside, self.integer, self.group)
+        return WeightForm(self.bits, self.beside, self.integer, self.group)
 
     @property
     def sum(self):

@@ -18,7 +18,7 @@ products in shared memory and adds them in order; `matmul` goes through the grou
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.weights import PackedWeights
+from edgeq.targets.cuda.kernels.weights import WeightForm
 
 CENTER_F16, HALVES_F16 = 0x6400, 0x5C00
 """1024 in f16: its bits | q are 1024 + q for q below 1024, without a conversion.  And 256: its bits | 4 q are 256 + q for q
@@ -109,7 +109,7 @@ def arithmetic(integer, small, halves):
 def matvec(bits, beside, integer, group, WARPS=4):
     PER, CHUNKS, PARTS = 4, max(1, group // 32), 2 if group == 16 else 1
     ROUND, SUM = PER * WARPS, "uint32" if integer else "float32"
-    weights = PackedWeights(bits, beside, integer, group)
+    weights = WeightForm(bits, beside, integer, group)
     begin, numbers, decode = weights.inlines
     operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
 
@@ -202,7 +202,7 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     SUM, WORDS, QUADS = "uint32" if integer else "float32", 8 if integer else 16, 4 if integer else 8
     LINE = TOKENS * WORDS // 4  # copies of 16 bytes for a chunk
     COPIES = CHUNKS * LINE
-    weights = PackedWeights(bits, beside, integer, group)
+    weights = WeightForm(bits, beside, integer, group)
     begin, numbers, decode = weights.inlines
     operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
 

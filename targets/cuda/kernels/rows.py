@@ -2,7 +2,7 @@
 
 from tvm.script import tirx as T
 
-from edgeq.targets.cuda.kernels.weights import ONE, QUARTER, PackedWeights, planes_of
+from edgeq.targets.cuda.kernels.weights import ONE, QUARTER, WeightForm, planes_of
 
 MAX_F32 = 3.4028234663852886e38
 NAN_BITS, INFINITY_BITS = 0x7FC00000, 0x7F800000
@@ -16,7 +16,7 @@ def number_of(word, plane, low, quad, byte):
 
 def embed(bits, beside):
     """out[token row] = row tokens[token row] of a packed integer matrix; a group has `group` channels, all of a row where 0."""
-    weights, planes = PackedWeights(bits, beside, False, 0), planes_of(bits)
+    weights, planes = WeightForm(bits, beside, False, 0), planes_of(bits)
     (p0, l0, s0), (p1, l1, s1), (p2, l2, s2) = (planes + [planes[0]] * 2)[:3]
     COUNT, (P, L, _) = len(planes), planes[-1]  # the plane of the coded bit of a trellis is the last one
 

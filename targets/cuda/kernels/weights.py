@@ -45,8 +45,8 @@ def part_of(word, plane, low, index):
 
 
 @dataclass(frozen=True)
-class PackedWeights:
-    """A block of weights as literals: `group` of channels of the quantized input, `integer` whether that is bytes."""
+class WeightForm:
+    """How a block of weights is stored; `group`: channels of the quantized input, `integer`: whether that is bytes."""
 
     bits: int
     beside: bool | str
@@ -78,7 +78,7 @@ class PackedWeights:
 
     @property
     def entries(self):
-        """Of a table."""
+        """Entries of a table."""
         return 1 << (self.bits + self.ring) if self.looked_up else 0
 
     @property
@@ -101,7 +101,7 @@ class PackedWeights:
 
     @property
     def number_type(self):
-        """Of a scale in a register."""
+        """The type of a scale in a register."""
         return "float32" if self.coded or self.halves else "float16"
 
     @property

@@ -10,7 +10,7 @@ from edgeq.system.devices import DEVICES
 from edgeq.tools.lab.gpu_roofline.prediction import CLOCKS
 
 WEIGHTS = 2048
-"""Of a turn of the inner loop of a warp: a group of 128 input channels of 16 output channels."""
+"""Those of a turn of the inner loop of a warp: a group of 128 input channels of 16 output channels."""
 ISSUED = 4
 """Instructions of a clock that a multiprocessor issues."""
 BOARDS = ("jetson-orin-nano-8gb", "jetson-agx-orin-64gb", "rtx-4060-laptop", "rtx-4090", "h100")
@@ -18,7 +18,7 @@ BOARDS = ("jetson-orin-nano-8gb", "jetson-agx-orin-64gb", "rtx-4060-laptop", "rt
 
 @dataclass(frozen=True)
 class Instructions:
-    """Of a turn of the inner loop of `matvec`: loads of weights and of the input, what decodes them, mma, scales."""
+    """A turn of the inner loop of `matvec`: loads of weights and of the input, what decodes them, mma, scales."""
 
     a16: int
     a8: int
