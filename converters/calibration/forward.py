@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, KeptRows, KeysValues
+from edgeq.converters.calibration.kept_keys import KeptRows, KeysValues
+from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import EMBEDDING, LAYER_ROWS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM, Family

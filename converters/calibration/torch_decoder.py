@@ -6,12 +6,13 @@ Qwen2-MoE where there are experts.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edgeq.converters.calibration.kept_keys import KeptRows
 from edgeq.converters.calibration.torch_states import Gain, TorchDeltaNet, TorchShortConv, TorchStateSpace
 from edgeq.network.stack import Stack
 
@@ -35,37 +36,6 @@ class Norm(nn.Module):
             x = x - x.mean(-1, keepdim=True)
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
         return x if self.bias is None else x + self.bias
-
-
-class KeysValues:
-    """Keys and values [rows, kv_heads, tokens, head_dim] of a layer for those that read them, on the CPU."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows, self._kept = rows, tuple[Tensor, ...]()
-
-    def keep(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """`places`: the rows that these are of."""
-        if not self._kept:
-            self._kept = tuple(torch.empty(self._rows, *x.shape[1:]) for x in (keys, values))
-        for mine, x in zip(self._kept, (keys, values), strict=True):
-            mine[places] = x.detach().cpu()
-
-    def taken(self, places: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        keys, values = (x[places].to(device) for x in self._kept)
-        return keys, values
-
-    def few(self, step: int) -> KeysValues:
-        """Those of every `step`-th row."""
-        found = KeysValues(-(-self._rows // step))
-        found._kept = tuple(x[::step].clone() for x in self._kept)
-        return found
-
-
-class KeptRows(NamedTuple):
-    """Some rows of `KeysValues`."""
-
-    whole: KeysValues
-    places: Tensor
 
 
 class TorchAttention(nn.Module):

@@ -28,7 +28,7 @@ from test_config import (
 from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
 from edgeq.format.container import ModelFile
 from edgeq.format.records import MODES, LinearSpec
-from edgeq.network import config, delta_net, pooling, rope, ssd, stack
+from edgeq.network import activations, config, delta_net, pooling, rope, ssd, stack
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, heade
 
 def test_every_kind_of_rope_and_of_mlp_is_named() -> None:
     text = section("Configuration")
-    assert set(rope.ROPE_KINDS) | set(stack.ACTIVATIONS) <= set(named(text))
+    assert set(rope.ROPE_KINDS) | set(activations.ACTIVATIONS) <= set(named(text))
 
 
 def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_others() -> None:
