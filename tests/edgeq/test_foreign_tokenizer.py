@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from edgeq.errors import FormatError
+from edgeq.errors import FormatError, InputError
 from edgeq.system.confinement import ConfinementLimits
 from edgeq.text import foreign_tokenizer, tokenizer_rules
-from edgeq.text.foreign_tokenizer import MAX_TOKENIZER, load
+from edgeq.text.foreign_tokenizer import MAX_TOKENIZER, SafeTokenizer, load
 from edgeq.text.tokenizer_rules import LINEAR_PATTERNS, MAX_ADDED, MAX_CONTENT, MAX_PARTS, MAX_TEXT, is_linear
+from tests.encoder_checkpoints import write_word_pieces
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN: dict[str, Any] = json.loads((ROOT / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8"))
@@ -238,3 +239,15 @@ def test_what_was_refused_is_not_remembered(cache: Path) -> None:
 def test_without_a_cache_folder_it_is_checked_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert load(changed()).is_linear
+
+
+def test_pairs_have_the_same_tokens_and_segments_in_a_child(tmp_path: Path) -> None:
+    write_word_pieces(tmp_path)
+    here = load((tmp_path / "tokenizer.json").read_bytes())
+    assert here.is_linear
+    pairs = [("the paris", "A b"), ("a", "\n"), ("é", "c" * 300)]
+    found = here.encode_pairs(pairs)
+    assert found[0] == ([2, 89, 90, 3, 5, 6, 3], [0, 0, 0, 0, 1, 1, 1])
+    assert SafeTokenizer(here.tokenizer, False).encode_pairs(pairs) == found
+    with pytest.raises(InputError, match="not valid UTF-8"):
+        here.encode_pairs([("a", "\ud800")])

@@ -363,7 +363,7 @@ def test_a_hub_id_is_checked_before_its_weights_are_fetched(llama: Path, monkeyp
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     options = ConvertOptions(group_size=32, token="hf_x", revision="main", offline=True)
     assert preflight("owner/model", options).checkpoint.name == "owner/model"
-    weights = ["model*.safetensors", "gptq_model*.safetensors"]
+    weights = ["model*.safetensors", "gptq_model*.safetensors", "*_Dense/model.safetensors"]
     assert [f["allow_patterns"] for f in fetched] == [["*.json", "*.jinja"], ["*.json", "*.jinja", *weights]]
     assert all((f["token"], f["revision"], f["local_files_only"]) == ("hf_x", "main", True) for f in fetched)
     edit(llama / "config.json", hidden_act="swish")
