@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 X86_PREFETCH_DISTANCES = (16 << 10, 4 << 10, 1 << 10)
-"""Far: what a processor foresees itself ends with a small page.  Near: a Zen 4 reads a 1B shape 1.25 times as fast so.  Between:
-a Zen 3 reads matrices of 0.2 to 1 MB, in groups of 32, 4 % faster than near and up to 3 % faster than far."""
+"""Far: what a processor foresees itself ends with a small page.  Near: a Zen 4 reads a 1B shape 1.25 times as fast so.
+Between: a Zen 3 reads matrices of 0.2 to 1 MB, in groups of 32, 4 % faster than near and up to 3 % faster than far."""
 
 
 def by_chunks(isa: Isa) -> bool:
