@@ -65,9 +65,9 @@ class StateSpace:
             check_positive("ssd.time_step_min", self.time_step_min)
         if self.time_step_max is not None:
             check_positive("ssd.time_step_max", self.time_step_max)
-        least, most = self.time_step_limits
-        if least >= most:
-            raise FormatError(f"config ssd has time steps from {least} to {most}; the first must be less than the second")
+        shortest, longest = self.time_step_limits
+        if shortest >= longest:
+            raise FormatError(f"config ssd has time steps from {shortest} to {longest}; the first must be less than the second")
         if not self.layers:
             raise FormatError("config ssd has no layers")
 

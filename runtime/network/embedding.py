@@ -147,7 +147,7 @@ class DenseHead:
 class RankedDocument(NamedTuple):
     """A document of a ranking: which it is, from 0 on, and how well it answers the query; more is better."""
 
-    index: int
+    document: int
     relevance_score: float
 
 

@@ -133,7 +133,8 @@ def ssd_scan(context: RunContext, op: SsdScan, rows: Rows, buffers: State) -> No
     u = u.reshape(len(rows), op.heads, op.head_dim)
     with np.errstate(over="ignore", invalid="ignore"):
         step = np.logaddexp(np.float32(0), buffers[op.dt][:, : op.heads] + context.array(op.dt_bias))
-        step = np.clip(step, *(np.float32(limit) for limit in op.limits))
+        shortest, longest = op.limits
+        step = np.clip(step, np.float32(shortest), np.float32(longest))
         g = -np.exp(context.array(op.decay_log)) * step
     skipped = context.array(op.skip)[:, None] * u
     out = context.out(buffers, op.out, len(rows))
