@@ -110,7 +110,7 @@ def rerank(
         found = loaded.rerank(asked, given, top_n=top_n, on_progress=ran)
     seconds = perf_counter() - started
     if as_json:
-        results = [{**each._asdict(), "document": {"text": given[each.index]}} for each in found]
+        results = [{"index": index, "relevance_score": score, "document": {"text": given[index]}} for index, score in found]
         spent = {"documents": len(given), "tokens": tokens, "rerank_s": seconds, "tokens_per_s": tokens / seconds}
         click.echo(json.dumps({"results": results, **spent, "context": loaded.context, **identification(loaded)}))
         return
