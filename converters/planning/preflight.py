@@ -26,6 +26,7 @@ from edgeq.converters.methods.as_stored import AsStored
 from edgeq.converters.planning.options import ConvertOptions, spelled
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.network.config import ModelConfig
 from edgeq.network.rope import frequencies
 from edgeq.system.machine import available_bytes
 
@@ -76,9 +77,10 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
         options = replace(options, method=AsStored.name)
     # Checked against the parts of the model when they are known.
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
-    method = chosen(options)(options, family, config)
+    kind = chosen(options)
+    _check_layers(kind.name, options, config)
+    method = kind(options, family, config)
     _check_pooling(method)
-    _check_layers(method)
     tower = _tower(options, family)
     _check_pictures(method, tower)
     rows = _calibration(method, text)
@@ -89,17 +91,15 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     return replace(plan, compute=_compute(plan))
 
 
-def _check_layers(method: Method) -> None:
+def _check_layers(method: str, options: ConvertOptions, config: ModelConfig) -> None:
     """UnsupportedError: the method takes every layer to have attention like the others, and some have none, or other heads."""
-    config, options = method.config, method.options
     others: dict[str, object] = {"convolutions": config.conv_layers, "a gated delta net": config.delta_net}
     others["a state space"] = config.ssd
     others["heads of several kinds"] = not config.alike
     kind = next((name for name, found in others.items() if found), None)
-    if kind and method.name not in TAKES_OTHERS:
+    if kind and method not in TAKES_OTHERS:
         raise UnsupportedError(
-            f"--method {method.name}: this model ({config.model_type}) has layers of {kind}; "
-            f"supported: {', '.join(TAKES_OTHERS)}"
+            f"--method {method}: this model ({config.model_type}) has layers of {kind}; supported: {', '.join(TAKES_OTHERS)}"
         )
     measured = options.budget is not None or options.allocation is not None
     if measured and (config.num_kv_shared_layers or config.hidden_size_per_layer_input):

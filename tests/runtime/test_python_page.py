@@ -19,6 +19,7 @@ import edgeq
 from edgeq.errors import InputError
 from edgeq.runtime import Model, Requantization, Sampling
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
+from tests.encoder_checkpoints import bert_reranker
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "python.md"
 
@@ -29,6 +30,7 @@ def folder(model_path: Callable[..., Path], checkpoint: Callable[..., Path], tmp
     shutil.copy(model_path("tiny-llama", bits=4, group_size=32), folder / "tiny-llama.edgeq")
     source = embedding_checkpoint(checkpoint("qwen3"), folder / "embeds", "last", prompts=PROMPTS)
     edgeq.convert(str(source), str(folder / "qwen3-embedding.edgeq"), bits=4)
+    edgeq.convert(str(bert_reranker(folder / "ranks")), str(folder / "bge-reranker.edgeq"), bits=4)
     return folder
 
 
@@ -49,7 +51,8 @@ def test_the_examples_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert not {each.token for each in names["scored"].logprobs} & set(names["never"])
     assert printed.count("\n0 ") == 1 and names["reply"].output_text == names["answer"]
     assert repr(names["server"]).endswith("ended>")
-    assert names["documents"].shape == (2, 128) and names["short"].shape == (1, 64)
+    assert names["vectors"].shape == (2, 128) and names["short"].shape == (1, 64)
+    assert names["documents"][names["index"]] in printed
 
 
 @pytest.fixture(scope="module")

@@ -493,7 +493,7 @@ def test_of_layers_that_read_keys_of_others_no_budget_is_measured(checkpoint: Ca
     folder = str(checkpoint("gemma4"))
     with pytest.raises(UnsupportedError, match="read keys and values of others"):
         preflight(folder, ConvertOptions(method="gptq", budget=Budget("bits", 4.5)))
-    with pytest.raises(UnsupportedError, match="has layers of heads of several kinds; supported: none, rtn"):
+    with pytest.raises(UnsupportedError, match="has layers of heads of several kinds; supported: none, as-stored, rtn"):
         preflight(folder, ConvertOptions(method="ttq"))
 
 

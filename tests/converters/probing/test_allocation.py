@@ -568,18 +568,3 @@ def test_bytes_leave_out_what_a_trellis_beats_and_time_leaves_out_nothing(folder
     assert {codec.name for codec in odd.candidates() if codec.group_size == 64} == more | few
     even = replace(odd, items=(replace(item, tensors=(("q", 16), ("k", 24))),))
     assert {codec.name for codec in even.candidates() if codec.group_size == 64} == more | trellises
-
-
-@pytest.mark.parametrize("gpu_first", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_a_budget_for_a_gpu_takes_no_half_grid_and_no_trellis(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_first: bool
-) -> None:
-    """Whatever was measured before for other devices."""
-    monkeypatch.setattr(Probe, "run", measured_by_bits)
-    chosen = {}
-    for device in ("jetson-orin-nano-8gb", "raspberry-pi-5")[:: 1 if gpu_first else -1]:
-        saved = tmp_path / f"{device}.json"
-        given = {"method": None, "calibration_rows": 8, "calibration_length": 128, "average_bits": 2.4, "save_plan": saved}
-        command.convert(str(folder), None, device, True, given)
-        chosen[device] = {Codec.named(name).kind for name in json.loads(saved.read_text()).values()}
-    assert chosen["jetson-orin-nano-8gb"] == {"int"} and "trellis" in chosen["raspberry-pi-5"]

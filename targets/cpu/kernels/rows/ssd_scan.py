@@ -81,9 +81,9 @@ def place_rows(args, places, item, count):
         x = args.x + get_i32(args.order + 4 * (places.begin + t)) * args.x_stride
         of_b = x + 4 * (args.heads * args.head_dim + dim * group)
         of_c, of_item = of_b + 4 * dim * args.groups, places.rows + places.key_bytes * item
-        row, c = of_item + (places.first + t) * places.log_bytes, places.units + t * places.key_bytes
+        kept, c = of_item + (places.first + t) * places.log_bytes, places.units + t * places.key_bytes
         for n in range(0, dim, 16):
-            vstore(row + 4 * n, vfirst(vload(of_b + 4 * n), dim - n))
+            vstore(kept + 4 * n, vfirst(vload(of_b + 4 * n), dim - n))
             vstore(c + 4 * n, vfirst(vload(of_c + 4 * n), dim - n))
         for j in range(places.first + t + 1):
             put_f32(places.scratch + DOTS + 64 * t + 4 * j, dot(of_item + j * places.log_bytes, c, places.key_bytes))
