@@ -49,15 +49,12 @@ def lower(
     """
     if graph.states:
         refuse("layers with a state")
-    embeds = any(isinstance(op, Embed) for op in graph.operations)
-    if embeds and any(isinstance(op, Attention) and op.span >= 0 for op in graph.operations):
-        refuse("text that is seen in both directions")
     lowering = Lowering(graph, storage, options, source, inputs)
     at = 0
     while at < len(graph.operations):
         at += _lower_next(lowering, at)
     # Masters are read with a prompt, and rows without tokens are those of a picture: neither are few.
-    if source != "masters" and embeds:
+    if source != "masters" and any(isinstance(op, Embed) for op in graph.operations):
         patterns = Lowering(graph, storage, options, source, inputs)
         at = 0
         while at < len(graph.operations):
