@@ -57,32 +57,6 @@ POOLED = {
 Sources = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = MAKERS[family](tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def path(source: Sources, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[str, Path] = {}
-
-    def get(family: str, **options: Any) -> Path:
-        key = repr((family, sorted(options.items())))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("files") / "encodes.edgeq"
-            convert(str(source(family)), made[key], ConvertOptions(**options), lambda *_: None)
-        return made[key]
-
-    return get
-
-
 def pooled(folder: Path, states: list[Vectors], kind: str, normalize: bool) -> Vectors:
     found = np.stack([each.mean(0) if kind == "mean" else each[0] for each in states])
     found = through_dense(folder, found)

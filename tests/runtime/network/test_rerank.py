@@ -28,32 +28,6 @@ DOCUMENTS = ["Paris.", "The capital of France is Paris, and was so before.", "Ba
 TARGETS = ("reference", "cpu")
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = MAKERS[family](tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def path(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[str, Path] = {}
-
-    def get(family: str, **options: Any) -> Path:
-        key = repr((family, sorted(options.items())))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("files") / "ranks.edgeq"
-            convert(str(source(family)), made[key], ConvertOptions(**options), lambda *_: None)
-        return made[key]
-
-    return get
-
-
 def loaded(path: Path, target: str = "cpu", **options: Any) -> Model:
     return Model.load(path, target=target, threads=1, threads_prefill=1, **options)
 

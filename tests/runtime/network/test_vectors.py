@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeq.converters.convert import convert
-from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import FormatError, InputError
 from edgeq.format.container import ModelFile
 from edgeq.network.pooling import EmbeddingPrompts, Pooling
@@ -49,20 +47,6 @@ def source(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
             plain = checkpoint(family, initializer_range=0.05)
             made[family] = embedding_checkpoint(plain, tmp_path_factory.mktemp(f"embeds-{family}"), kind, **settings)
         return made[family]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def path(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[str, Path] = {}
-
-    def get(family: str, **options: Any) -> Path:
-        key = repr((family, sorted(options.items())))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("files") / "embeds.edgeq"
-            convert(str(source(family)), made[key], ConvertOptions(**options), lambda *_: None)
-        return made[key]
 
     return get
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 
 from edgeq.targets import load
 from edgeq.targets.capabilities import HoldsStates
+from edgeq.targets.cpu import lowering
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.states import LOG
 from edgeq.targets.target import Options
 from tests.targets.cases import Arrays
 
@@ -38,6 +43,38 @@ def results(target: str, made: Graph, arrays: Arrays, counts: tuple[int, ...], i
             found[-1] = found[-1][: len(found[-1]) - (at - end)]
             at = end
     return np.concatenate(found)
+
+
+Cuts = tuple[tuple[int, ...], ...]
+CUTS: Cuts = ((1,), (7, 1, 20, 2), (LOG, LOG + 1), (3, 5))
+"""Lengths of the runs of a text, again and again."""
+
+
+def check_computed(
+    target: str,
+    made: Graph,
+    arrays: Arrays,
+    wanted: np.ndarray,
+    isa: str | None = None,
+    cuts: Cuts = CUTS,
+) -> None:
+    """The rows of a graph are those wanted in the digits that float32 has, and the same bits however the text is cut."""
+    whole = results(target, made, arrays, (LENGTH,), isa)
+    assert np.abs(whole - wanted).max() < 3e-6 * np.abs(wanted).max()
+    for counts in cuts:
+        assert np.array_equal(results(target, made, arrays, counts, isa), whole)
+
+
+def check_tiles(monkeypatch: pytest.MonkeyPatch, graph: Callable[[Arrays], Graph], wanted: np.ndarray) -> None:
+    """The same for the tiles of processors with wider registers, on this one."""
+    found = []
+    for wide in (False, True):
+        monkeypatch.setattr(lowering.states, "is_wide", lambda isa, wide=wide: wide)
+        for counts in ((LENGTH,), (3, 5), (1,)):
+            arrays = Arrays()
+            found.append(results("cpu", graph(arrays), arrays, counts))
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert np.abs(found[0] - wanted).max() < 3e-6 * np.abs(wanted).max()
 
 
 def plain(target: str, made: Graph, arrays: Arrays) -> np.ndarray:

@@ -10,12 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeq.network.delta_net import UNIT_EPS
-from edgeq.targets.cpu.lowering import states
 from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, delta_state
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Operation, Select
-from edgeq.targets.states import LOG
 from tests.targets.cases import HERE, ISAS, Arrays
-from tests.targets.states.state_cases import LENGTH, plain, results
+from tests.targets.states.state_cases import LENGTH, check_computed, check_tiles, plain, results
 
 Array = NDArray[np.float64]
 
@@ -87,34 +85,20 @@ def expected(s: Sizes, numbers: dict[str, NDArray[np.float32]]) -> Array:
 @pytest.mark.parametrize("sizes", SIZES[1:4], ids=str)
 def test_the_reference_computes_the_step_form(sizes: Sizes) -> None:
     arrays, numbers = Arrays(), inputs(sizes)
-    made, wanted = graph(arrays, sizes, numbers), expected(sizes, numbers)
-    found = results("reference", made, arrays, (LENGTH,))
-    assert np.abs(found - wanted).max() < 3e-6 * np.abs(wanted).max()
-    assert np.array_equal(found, results("reference", made, arrays, (7, 1, 20, 2)))
+    check_computed("reference", graph(arrays, sizes, numbers), arrays, expected(sizes, numbers), cuts=((7, 1, 20, 2),))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_kernel_computes_the_step_form(isa: str, sizes: Sizes) -> None:
     arrays, numbers = Arrays(), inputs(sizes)
-    made, wanted = graph(arrays, sizes, numbers), expected(sizes, numbers)
-    whole = results("cpu", made, arrays, (LENGTH,), isa)
-    assert np.abs(whole - wanted).max() < 3e-6 * np.abs(wanted).max()
-    for counts in ((1,), (7, 1, 20, 2), (LOG, LOG + 1), (3, 5)):
-        assert np.array_equal(results("cpu", made, arrays, counts, isa), whole)
+    check_computed("cpu", graph(arrays, sizes, numbers), arrays, expected(sizes, numbers), isa)
 
 
 def test_rows_and_columns_of_the_kernels_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of processors with wider registers, on this one."""
     sizes = Sizes(2, 4, 40, 100)
-    numbers, found = inputs(sizes), []
-    for wide in (False, True):
-        monkeypatch.setattr(states, "is_wide", lambda isa, wide=wide: wide)
-        for counts in ((LENGTH,), (3, 5), (1,)):
-            arrays = Arrays()
-            found.append(results("cpu", graph(arrays, sizes, numbers), arrays, counts))
-    assert all(np.array_equal(each, found[0]) for each in found)
-    assert np.abs(found[0] - (wanted := expected(sizes, numbers))).max() < 3e-6 * np.abs(wanted).max()
+    numbers = inputs(sizes)
+    check_tiles(monkeypatch, lambda arrays: graph(arrays, sizes, numbers), expected(sizes, numbers))
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeq.targets.cpu.lowering import states
 from edgeq.targets.family_operations import SsdScan, ssd_state
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Select
-from edgeq.targets.states import LOG
 from tests.targets.cases import ISAS, Arrays
-from tests.targets.states.state_cases import LENGTH, results
+from tests.targets.states.state_cases import LENGTH, check_computed, check_tiles, results
 
 Array = NDArray[np.float64]
 
@@ -88,34 +86,20 @@ def graph(arrays: Arrays, s: Sizes, numbers: dict[str, NDArray[np.float32]]) -> 
 @pytest.mark.parametrize("sizes", SIZES[1:4], ids=str)
 def test_the_reference_computes_the_step_form(sizes: Sizes) -> None:
     arrays, numbers = Arrays(), inputs(sizes)
-    made, wanted = graph(arrays, sizes, numbers), step_form(numbers, sizes)
-    found = results("reference", made, arrays, (LENGTH,))
-    assert np.abs(found - wanted).max() < 3e-6 * np.abs(wanted).max()
-    assert np.array_equal(found, results("reference", made, arrays, (7, 1, 20, 2)))
+    check_computed("reference", graph(arrays, sizes, numbers), arrays, step_form(numbers, sizes), cuts=((7, 1, 20, 2),))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_kernel_computes_the_step_form(isa: str, sizes: Sizes) -> None:
     arrays, numbers = Arrays(), inputs(sizes)
-    made, wanted = graph(arrays, sizes, numbers), step_form(numbers, sizes)
-    whole = results("cpu", made, arrays, (LENGTH,), isa)
-    assert np.abs(whole - wanted).max() < 3e-6 * np.abs(wanted).max()
-    for counts in ((1,), (7, 1, 20, 2), (LOG, LOG + 1), (3, 5)):
-        assert np.array_equal(results("cpu", made, arrays, counts, isa), whole)
+    check_computed("cpu", graph(arrays, sizes, numbers), arrays, step_form(numbers, sizes), isa)
 
 
 def test_rows_and_columns_of_the_kernels_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of processors with wider registers, on this one."""
     sizes = Sizes(8, 100, 2, 40)
-    numbers, found = inputs(sizes), []
-    for wide in (False, True):
-        monkeypatch.setattr(states, "is_wide", lambda isa, wide=wide: wide)
-        for counts in ((LENGTH,), (3, 5), (1,)):
-            arrays = Arrays()
-            found.append(results("cpu", graph(arrays, sizes, numbers), arrays, counts))
-    assert all(np.array_equal(each, found[0]) for each in found)
-    assert np.abs(found[0] - (wanted := step_form(numbers, sizes))).max() < 3e-6 * np.abs(wanted).max()
+    numbers = inputs(sizes)
+    check_tiles(monkeypatch, lambda arrays: graph(arrays, sizes, numbers), step_form(numbers, sizes))
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
