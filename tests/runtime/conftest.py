@@ -40,3 +40,34 @@ def model_path(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
 def tiny_path(model_path: ModelPath) -> Path:
     """The trained tiny Llama in float32."""
     return model_path("tiny-llama", method="none", dtype="f32")
+
+
+@pytest.fixture(scope="module")
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family of the module's MAKERS."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = request.module.MAKERS[family](tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def path(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A file of what `source` gives, converted by these options."""
+    from edgeq.converters.convert import convert
+    from edgeq.converters.planning.options import ConvertOptions
+
+    made: dict[str, Path] = {}
+
+    def get(family: str, **options: Any) -> Path:
+        key = repr((family, sorted(options.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("files") / "texts.edgeq"
+            convert(str(source(family)), made[key], ConvertOptions(**options), lambda *_: None)
+        return made[key]
+
+    return get
