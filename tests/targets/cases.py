@@ -199,6 +199,18 @@ def product_case(isa: str, codec: Codec, mode: str):
     return case(isa, codec, mode, common=common, id=f"{codec.name}-{mode}-{isa}".replace(" ", "-"))
 
 
+def product_cases(codecs: list[Codec]):
+    """Parameters of a test of these codecs in all modes and on all instruction sets; on those below the best one what few files
+    have is tried in one of the two modes, and where a group is one chunk, a loop less, not at all."""
+    return [
+        product_case(isa, codec, mode)
+        for codec in codecs
+        for mode in MODES
+        for isa in HERE
+        if isa == HERE[0] or codec.kind == "int" or (in_turn(codec.bits, mode) and codec.group_size != 32)
+    ]
+
+
 FLOAT_CODECS = [Codec("f32"), Codec("f16"), Codec("bf16")]
 
 

@@ -11,13 +11,12 @@ from tests.targets.cases import (
     FLOAT_CODECS,
     HERE,
     INTEGER_CODECS,
-    MODES,
     Arrays,
     case,
     integers,
     matrix,
     product,
-    product_case,
+    product_cases,
     run,
     weight,
 )
@@ -27,25 +26,12 @@ LONGER = [codec for codec in INTEGER_CODECS if codec.group_size in (32, 64, 128)
 """Groups of whole chunks; the others have kernels of their own, and a file, which runs beside this one."""
 
 
-@pytest.mark.parametrize(
-    ("isa", "codec", "mode"),
-    [
-        product_case(isa, codec, mode)
-        for codec in LONGER
-        for mode in MODES
-        for isa in HERE
-        # Of what few use one chunk, a loop less, is shown by the best instruction set.
-        if codec.group_size != 32 or codec.kind == "int" or isa == HERE[0]
-    ],
-)
+@pytest.mark.parametrize(("isa", "codec", "mode"), product_cases(LONGER))
 def test_integer_product_equals_the_reference(isa, codec, mode):
     check_product(isa, codec, mode)
 
 
-@pytest.mark.parametrize(
-    ("isa", "codec", "mode"),
-    [product_case(isa, codec, mode) for codec in LONGER if codec.group_size == 128 for mode in MODES for isa in HERE],
-)
+@pytest.mark.parametrize(("isa", "codec", "mode"), product_cases([codec for codec in LONGER if codec.group_size == 128]))
 def test_extreme_values_do_not_overflow(isa, codec, mode):
     check_extremes(isa, codec, mode)
 
