@@ -328,6 +328,12 @@ Checkpoint = Callable[..., Path]
 
 
 @pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder that no other test has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def tiny_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """GGUF files get the tokenizer of the demo model, which tiny checkpoints have, in place of one made of their metadata."""
     from edgeq.converters.importers import gguf_source

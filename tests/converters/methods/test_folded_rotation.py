@@ -26,17 +26,13 @@ from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 
 Folders = Callable[..., Path]
+pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 TOKENS = torch.randint(0, 2048, (1, 40), generator=torch.Generator().manual_seed(5))
 
 
 def silent(*_: object) -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -48,17 +48,13 @@ from edgeq.tools.commands import convert as command
 from edgeq.tools.measure import decode_speed
 from edgeq.tools.measure.report import bits_per_weight
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 BUDGET = Budget("bits", 3.4)
 
 
 def silent(*_: object) -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -29,16 +29,12 @@ from edgeq.converters.probing.record import Divergences, Record
 from edgeq.errors import CheckpointError, InputError
 from edgeq.tools.measure.report import bits_per_weight, in_tower, overall_bits
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 
 
 def silent(*_: object) -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

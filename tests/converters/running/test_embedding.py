@@ -29,6 +29,7 @@ from edgeq.runtime import Model
 from edgeq.tools.commands.inspect import collect
 from edgeq.tools.measure.report import bits_per_weight, in_decoder
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(2, 2048, 24)]
 CODEC = Codec("int", 3, 32, symmetric=False)
@@ -36,11 +37,6 @@ CODEC = Codec("int", 3, 32, symmetric=False)
 
 def silent(*_: object) -> None:
     pass
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
