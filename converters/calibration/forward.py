@@ -163,6 +163,7 @@ class TokenForward(Forward):
     tokens   int64 [rows, tokens] of each batch
     """
 
+    config: ModelConfig
     tokens: Sequence[Tensor]
 
 
@@ -183,7 +184,6 @@ class BlockForward(TokenForward):
     ) -> None:
         """`tensors`: those of the model; None: the checkpoint's own.  `compute`: where layers run; None: on the CPU."""
         super().__init__(family, config, tensors or checkpoint, compute or Compute())
-        self._config = config
         layers = range(config.num_hidden_layers)
         ropes = {(config.layer_rope(layer), config.heads_of(layer).head_dim) for layer in layers}
         length = tokens.shape[1]
@@ -210,7 +210,7 @@ class BlockForward(TokenForward):
 
     def attention_arguments(self, layer: int) -> dict[str, Any]:
         """Rotary tables and the mask: causal or both ways, and only `window` positions where the layer has a window."""
-        config = self._config
+        config = self.config
         mask = self.compute.put(visible(self.hidden.shape[1], config.window(layer), config.bidirectional))
         turns = self._angles[config.layer_rope(layer), config.heads_of(layer).head_dim]
         return {"position_embeddings": turns, "attention_mask": mask}

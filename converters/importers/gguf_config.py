@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,6 @@ from edgeq.converters.importers.gguf_architectures import RMS_EPSILON, Architect
 from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, HEAD, GgufKeys, Settings
 from edgeq.errors import CheckpointError, UnsupportedError
 
-Factors = Mapping[str, NDArray[np.float32]]
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 """Numbers of the rotary embedding of Llama 3.1 and later that llama.cpp does not store; all published models have these."""
 TOLERANCE = 1e-5
@@ -39,8 +37,8 @@ def config_of(kind: Architecture, keys: GgufKeys) -> Settings:
     rotated = keys.integer("rope.dimension_count", head_dim)
     settings = kind.settings(keys)
     # Of a model whose layers all have experts some files say the width of a layer without.
-    of_experts = "moe_intermediate_size" in settings or "intermediate_size" in settings
-    width = keys.value("feed_forward_length") if of_experts else keys.integer("feed_forward_length")
+    elsewhere = "moe_intermediate_size" in settings or "intermediate_size" in settings
+    width = keys.value("feed_forward_length") if elsewhere else keys.integer("feed_forward_length")
     if "num_key_value_heads" not in settings:
         settings["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     config = {
@@ -60,13 +58,13 @@ def config_of(kind: Architecture, keys: GgufKeys) -> Settings:
         "partial_rotary_factor": rotated / head_dim,
         **settings,
     }
-    scaling = _scaling(keys, keys.factors, head_dim, config["rope_theta"])
+    scaling = _scaling(keys, head_dim, config["rope_theta"])
     return config | ({"rope_scaling": {**scaling, **kind.scaling}} if scaling else {})
 
 
-def _scaling(keys: GgufKeys, factors: Factors, head_dim: int, theta: float) -> Settings | None:
+def _scaling(keys: GgufKeys, head_dim: int, theta: float) -> Settings | None:
     """`rope_scaling`: what stretches a rotary embedding beyond the length that it was trained for."""
-    kind, factor = keys.value("rope.scaling.type", "none"), keys.value("rope.scaling.factor")
+    kind, factor, factors = keys.value("rope.scaling.type", "none"), keys.value("rope.scaling.factor"), keys.factors
     original, attention = keys.value("rope.scaling.original_context_length"), keys.value("rope.scaling.attn_factor")
     if FREQUENCIES in factors and kind == "none":
         return _llama3(keys, factors[FREQUENCIES], head_dim, theta)

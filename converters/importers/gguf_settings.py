@@ -85,13 +85,13 @@ def gemma4(keys: GgufKeys) -> Settings:
         keys.only(key, size)
     heads, widths = keys.by_layer("attention.head_count_kv", layers), keys.by_layer("feed_forward_length", layers)
     shared = keys.integer("attention.shared_kv_layers", 0)
-    ends_local = [heads[i] for i, kind in enumerate(types) if kind == "sliding_attention"]
-    if not seeing or not ends_local:
+    of_local = [heads[i] for i, kind in enumerate(types) if kind == "sliding_attention"]
+    if not seeing or not of_local:
         raise keys.wrong("attention.sliding_window_pattern", types, "layers with a window, and layers without one")
     found = {
         "head_dim": narrow,
         "global_head_dim": wide,
-        "num_key_value_heads": ends_local[0],
+        "num_key_value_heads": of_local[0],
         "num_global_key_value_heads": heads[seeing[0]],
         "attention_k_eq_v": not keys.has("attn_v.weight", seeing[0]),
     }

@@ -8,7 +8,7 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, ClassVar
@@ -256,8 +256,6 @@ def _renamed(
         elif "{}" in module and len(tensor.shape) == 2 and not tensor.block:
             for expert in range(tensor.rows):
                 found[f"{prefix}{module.format(expert)}.{at[3]}"] = whole.part(expert, (tensor.columns,))
-        elif at[2] == "shortconv.conv" and len(tensor.shape) == 2:
-            found[f"{prefix}{module}.{at[3]}"] = replace(whole, shape=(tensor.rows, 1, tensor.columns))
         elif at[2] == "ffn_gate_inp_shexp":
             found[f"{prefix}{module}.{at[3]}"] = whole.part(0, (1, tensor.rows * tensor.columns))
         else:

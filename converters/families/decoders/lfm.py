@@ -89,9 +89,10 @@ def lfm2_sources(config: ModelConfig) -> dict[str, TensorSource]:
     for layer in range(config.num_hidden_layers):
         for module, theirs in (EVERY_LAYER | (CONVOLUTION if layer in config.conv_layers else ATTENTION)).items():
             shape = shapes.get(module, (hidden,))
-            stored = (hidden, 1, taps) if module == "self_attn.conv" else shape
             name = f"model.layers.{layer}.{theirs}.weight"
-            sources[f"model.layers.{layer}.{module}.weight"] = TensorSource(name, stored, shape)
+            # In GGUF files a convolution is a matrix.
+            otherwise = TensorSource(name, (hidden, 1, taps), shape) if module == "self_attn.conv" else None
+            sources[f"model.layers.{layer}.{module}.weight"] = TensorSource(name, shape, shape, otherwise=otherwise)
     return sources
 
 

@@ -20,7 +20,7 @@ PRODUCTS += [
     Variant("matvec", each) for each in ((8, "half", False, 128), (2, "s4", True, 32), *TABLES, (3, "trellis", False, 16))
 ]
 PRODUCTS += [Variant("matmul", each) for each in ((8, "s4", False, 128), (3, "trellis", False, 128))]
-"""Of what else lies beside integers, what takes the most registers."""
+"""What takes the most registers of all that lies beside integers."""
 SHARE = {Variant("matvec", (4, True, True, 128)), Variant("matmul", (4, True, False, 128))}
 """What `make test` compiles; the rest is for `make test-cuda`."""
 ON_89 = {*SHARE, *(Variant("matmul", (bits, True, True, 32)) for bits in BITS)}
