@@ -18,18 +18,14 @@ from numba import njit
 from numpy.typing import NDArray
 
 from edgeq.converters.rounding.column_kernel import refit, search
-from edgeq.format.trellis import RING
+from edgeq.format.trellis import RING, stored_of
 
 STATES = 4
 _F32 = np.float32
 _FAR = _F32(1e30)
 
 
-@njit(nogil=True, cache=True)
-def _stored(level: Any, bits: Any) -> Any:
-    """What is stored of a level: all of its index but the bit of its neighbours."""
-    free, c0 = level >> 2, level & 1
-    return free | c0 << 2 if bits == 3 else c0 | free << 1
+_stored = njit(nogil=True, cache=True)(stored_of)
 
 
 @njit(nogil=True, cache=True)

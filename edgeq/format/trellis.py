@@ -38,10 +38,14 @@ def ring_indices(q: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     return (q | beside.reshape(coded.shape)[: len(q)] << bits).astype(np.uint8)
 
 
+def stored_of(level: Any, bits: Any) -> Any:
+    """What is stored of a level, its place in order: all of its index but the bit that the neighbours give."""
+    free, c0 = level >> 2, level & 1
+    return free | c0 << 2 if bits == 3 else c0 | free << 1
+
+
 def by_subset(bits: int) -> NDArray[np.int64]:
     """The index in a table of every level, int64 [2**(bits + 1)], the least first: (level div 4) is what a row chooses freely,
     level mod 4 its subset."""
     level = np.arange(1 << bits + 1)
-    free, c1, c0 = level >> 2, level >> 1 & 1, level & 1
-    stored = free | c0 << 2 if bits == 3 else c0 | free << 1
-    return stored | c1 << bits
+    return np.asarray(stored_of(level, bits) | (level >> 1 & 1) << bits)

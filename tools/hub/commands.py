@@ -10,7 +10,7 @@ from typing import Any
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.tools.cli.terminal import write
 from edgeq.tools.hub.cached import CachedModel, cached_models, removed
-from edgeq.tools.hub.choice import chosen, models_in, tower_in
+from edgeq.tools.hub.choice import chosen, models_in
 from edgeq.tools.hub.fetch import (
     check_digest,
     conversion,
@@ -38,12 +38,11 @@ def pull(text: str, access: HubAccess, as_json: bool) -> None:
         paths, files = [pulled_checkpoint(name, found, access)], list[dict[str, Any]]()
         lines = [str(paths[0]), f"a checkpoint: {conversion(name.repository)}"]
     else:
-        paths, files_of_model = fetched(name, model, found, access), model.files
+        paths = fetched(name, model, found, access)
+        parts = list(zip(model.files, paths, strict=True))
         tower = tower_beside(name, model, paths[0], found, access)
-        beside = tower_in(found.files, model)
-        if tower and beside:
-            paths, files_of_model = [*paths, tower], (*model.files, *beside.files)
-        parts = list(zip(files_of_model, paths, strict=True))
+        if tower:
+            parts.append(tower)
         for file, path in parts:
             check_digest(name, file, path)
         files = [{"path": str(path), "bytes": file.size, "digest": file.digest} for file, path in parts]

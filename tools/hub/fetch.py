@@ -40,11 +40,14 @@ def model_file(text: str, with_tower: bool) -> tuple[Path, Path | None]:
     if model is None:
         raise without_models(name, found)
     path = fetched(name, model, found, access)[0]
-    return path, tower_beside(name, model, path, found, access) if with_tower else None
+    return path, _path_of_tower(name, model, path, found, access) if with_tower else None
 
 
-def tower_beside(name: HubName, model: HubModel, path: Path, contents: Listing, access: HubAccess) -> Path | None:
-    """The vision tower in the repository of a GGUF file, which is at `path`; None: there is none that runs with it.
+def tower_beside(
+    name: HubName, model: HubModel, path: Path, contents: Listing, access: HubAccess
+) -> tuple[RepositoryFile, Path] | None:
+    """The vision tower in the repository of a GGUF file, which is at `path`, and where it was put; None: there is none that
+    runs with it.
 
     Nothing is fetched for a model whose own metadata say that edgeq has no tower for it.  Errors: as `fetched`.
     """
@@ -57,7 +60,12 @@ def tower_beside(name: HubName, model: HubModel, path: Path, contents: Listing, 
     except (CheckpointError, UnsupportedError) as error:
         note(f"{name}: pictures are not read: {error}")
         return None
-    return tower
+    return found.files[0], tower
+
+
+def _path_of_tower(name: HubName, model: HubModel, path: Path, contents: Listing, access: HubAccess) -> Path | None:
+    found = tower_beside(name, model, path, contents, access)
+    return found[1] if found else None
 
 
 def checkpoint_source(text: str, access: HubAccess, with_tower: bool) -> tuple[str, Path | None]:
@@ -78,7 +86,7 @@ def checkpoint_source(text: str, access: HubAccess, with_tower: bool) -> tuple[s
     if model.converted:
         raise CheckpointError(f"{name}: {model.files[0].path} is an .edgeq file already: edgeq run {name}")
     path = fetched(name, model, found, access)[0]
-    return str(path), tower_beside(name, model, path, found, access) if with_tower else None
+    return str(path), _path_of_tower(name, model, path, found, access) if with_tower else None
 
 
 def has_safetensors(contents: Listing) -> bool:
