@@ -8,7 +8,9 @@ processor that LLVM knows, because nothing is run.  The passes over Numba's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -24,7 +26,6 @@ from numba.core.descriptors import TargetDescriptor
 from numba.core.dispatcher import Dispatcher
 from numba.core.target_extension import CPU, dispatcher_registry, jit_registry, target_override, target_registry
 from numba.core.typed_passes import (
-    IRLegalization,
     NativeLowering,
     NoPythonBackend,
     NopythonTypeInference,
@@ -92,6 +93,16 @@ class _Codegen(CPUCodegen):  # type: ignore[misc]
         """Nothing is run."""
 
 
+class _TypingContext(typing.BaseContext):  # type: ignore[misc]
+    """How types are inferred."""
+
+    def load_additional_registries(self) -> None:
+        """Numbers and the functions of `math`: with numpy's functions too, Numba would try them at every `+`."""
+        from numba.core.typing import mathdecl
+
+        self.install_registry(mathdecl.registry)
+
+
 class _Context(CPUContext):  # type: ignore[misc]
     """How functions are lowered to LLVM's representation."""
 
@@ -143,7 +154,7 @@ class _Target(TargetDescriptor):  # type: ignore[misc]
 
 @cache
 def _contexts() -> tuple[Any, _Context]:
-    typing_context = typing.Context()  # type: ignore[no-untyped-call]
+    typing_context = _TypingContext()  # type: ignore[no-untyped-call]
     return typing_context, _Context(typing_context, processor.current())
 
 
@@ -179,7 +190,7 @@ class _Compiler(compiler.CompilerBase):  # type: ignore[misc]
         for each in (
             TranslateByteCode, FixupArgs, IRProcessing, RewriteSemanticConstants, DeadBranchPrune, GenericRewrites,
             InlineInlinables, ReconstructSSA, DeadBranchPrune,
-            NopythonTypeInference, PreLowerStripPhis, IRLegalization, _Lowering, NoPythonBackend,
+            NopythonTypeInference, PreLowerStripPhis, _Lowering, NoPythonBackend,
         ):  # fmt: skip
             passes.add_pass(each, each.__name__)
         passes.finalize()
@@ -266,10 +277,22 @@ def assembly(function: Callable[..., Any], arguments: int) -> str:
     return str(_library(function, arguments).get_asm_str())
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """The garbage collector waits: it would look through all that Numba makes, and keeps, a dozen times for each kernel."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
 def _library(function: Callable[..., Any], arguments: int) -> Any:
     flags = compiler.Flags()
     CPUTargetOptions.parse_as_flags(flags, dict(_OPTIONS))
-    with global_compiler_lock, target_override(TARGET):
+    with global_compiler_lock, target_override(TARGET), _without_collection():
         # Two threads that made contexts at once would each have its own, and parts are known to one alone.
         typing_context, target_context = _contexts()
         settle()
