@@ -153,6 +153,7 @@ def test_instructions_for_a_line_are_as_documented() -> None:
     assert sum(inner.values()) / 256 < 0.5
 
 
+@pytest.mark.exhaustive
 def test_the_tables_are_in_the_documentation() -> None:
     text = (arm_roofline.__spec__.origin or "").replace("tools/lab/arm_roofline.py", "docs/arm.md")
     with open(text, encoding="utf-8") as file:
@@ -161,6 +162,7 @@ def test_the_tables_are_in_the_documentation() -> None:
     assert arm_roofline.markdown_of_prompts(arm_roofline.prompts()) in page, "run: python -m edgeq.tools.lab.arm_roofline"
 
 
+@pytest.mark.exhaustive
 def test_decode_is_bound_by_memory_and_json_says_so() -> None:
     result = CliRunner().invoke(arm_roofline.main, ["--json"])
     rows = json.loads(result.stdout)["decode"]
@@ -170,6 +172,7 @@ def test_decode_is_bound_by_memory_and_json_says_so() -> None:
             assert row["compute"]["4"] > row["memory"] > row["memory_reached"]
 
 
+@pytest.mark.exhaustive
 def test_panels_make_prompts_faster_and_instructions_for_matrices_twice_as_fast() -> None:
     found = {(row.board, row.panels, row.weights, row.mode): row for row in arm_roofline.prompts()}
     for (board, panels, *case), row in found.items():

@@ -175,27 +175,24 @@ def in_turn(bits: int, mode: str) -> bool:
 def product_case(isa: str, codec: Codec, mode: str):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
-    A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels: 210
-    kernels for decode and as many for prefill, in two modes, each compiled in about a second.  Integers of four bits are tried
-    on every instruction set in both modes; on the best one every width in one mode, and with four bits all that groups may
-    have, in one of the two; half grids, which are for few, at two bits too.  Of tables every width with wide entries; of
-    trellises every width, two bits in both modes.  With groups of 16 channels integers, tables and trellises alone.
+    A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels, 32 or
+    more: 300 kernels for decode and as many for prefill, in two modes, each compiled in about a second.  On the best
+    instruction set integers of four bits are tried with every kind of group, in both modes where groups are short, and all
+    other widths in one of the modes; of what few files have a width or two with groups of 32, trellises of two bits in both
+    modes.  On other sets integers of four bits.
     """
-    best, small, whole = isa == HERE[0], codec.group_size == 16, codec.kind == "int"
-    if codec.kind == "table":
-        turn = in_turn(codec.bits + codec.wide + small, mode)
-        common = best and turn and (codec.group_size == 32 and (codec.bits == 4 or codec.wide) or codec.bits == 4 and small)
-    elif codec.kind == "trellis":
-        turn = in_turn(codec.bits + small, mode)
-        common = best and (codec.group_size == 32 and (turn or codec.bits == 2) or codec.bits == 2 and small and turn)
-    elif codec.bits == 4:
-        turn = in_turn(codec.symmetric + small, mode)
-        common = not small if whole and not best else best and (whole or turn and not small)
+    best, group, whole, turn = isa == HERE[0], codec.group_size, codec.kind == "int", in_turn(codec.bits, mode)
+    if not best:
+        common = whole and codec.bits == 4 and not codec.symmetric and (group > 32 or group == 0 and turn)
+    elif whole and codec.bits == 4:
+        common = group in (16, 32) and not codec.symmetric or group != 16 and in_turn(codec.symmetric, mode)
     elif whole:
-        common = best and not codec.symmetric and not small and in_turn(codec.bits, mode)
+        common = group > 32 and not codec.symmetric and turn
+    elif codec.kind == "trellis":
+        common = group == 32 and (codec.bits == 2 or codec.bits == 3 and turn)
     else:
-        few = codec.kind in ("half", "s4") and codec.group_size == 32
-        common = best and few and codec.bits == 2 and in_turn(codec.bits, mode)
+        few = codec.bits == 2 and codec.kind in ("s4", "table") or codec.bits == 4
+        common = group == 32 and few and turn and (codec.kind != "table" or codec.wide)
     return case(isa, codec, mode, common=common, id=f"{codec.name}-{mode}-{isa}".replace(" ", "-"))
 
 

@@ -74,7 +74,7 @@ def program_of(target: str, graph: Graph, file: File, **options):
 @pytest.mark.parametrize(
     ("codec", "master"),
     [
-        *(pytest.param(codec, MASTERS[0], marks=pytest.mark.exhaustive if i % 2 else ()) for i, codec in enumerate(CODECS)),
+        *(pytest.param(codec, MASTERS[0], marks=pytest.mark.exhaustive if i % 3 else ()) for i, codec in enumerate(CODECS)),
         *((CODECS[i], master) for i, master in enumerate(MASTERS) if i),
     ],
     ids=lambda c: c.name.replace(" ", "-"),

@@ -110,6 +110,7 @@ def test_rounding_a_rotated_model_is_rounding_its_checkpoint(folder: Path, rotat
             assert all(np.array_equal(rotated.array(ref), plain.array(b.arrays[key])) for key, ref in a.arrays.items()), name
 
 
+@pytest.mark.exhaustive
 def test_a_budget_measures_the_rotated_model(folder: Path, rotated_folder: Path) -> None:
     found = []
     for source, rotate in ((folder, True), (rotated_folder, None), (folder, None)):

@@ -34,13 +34,13 @@ WIDE = {"hidden_size": 200, "intermediate_size": 400}
 METHODS: list[Any] = [
     ({"method": "rtn", "bits": 8}, 0.045),
     pytest.param({"method": "awq", "bits": 8}, 0.045, marks=pytest.mark.exhaustive),
-    ({"method": "gptq", "bits": 8}, 0.045),
+    pytest.param({"method": "gptq", "bits": 8}, 0.045, marks=pytest.mark.exhaustive),
     pytest.param({"method": "gptq", "bits": 8, "act_order": True}, 0.045, marks=pytest.mark.exhaustive),
     ({"method": "awq+gptq", "bits": 8}, 0.045),
     ({"method": "smoothquant", "activation_bits": 16}, 0.045),
     pytest.param({"method": "smoothquant+gptq", "activation_bits": 16}, 0.045, marks=pytest.mark.exhaustive),
     ({"method": "ttq", "bits": 5, "rank": 8}, 0.2),
-    ({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.045),
+    pytest.param({"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16}, 0.045, marks=pytest.mark.exhaustive),
     pytest.param(
         {"method": "quarot", "bits": 8, "activation_bits": 16, "kv_bits": 16, "gptq": True}, 0.045, marks=pytest.mark.exhaustive
     ),

@@ -205,12 +205,12 @@ def test_a_required_text_that_is_missing(write: Write, sample: bytes) -> None:
     refused(write(seal(split(sample)[0], bytes(builder.Output()))), FormatError, "metadata lacks default_mode")
 
 
-def test_two_thousand_mutations_never_end_in_anything_but_one_error(sample: bytes, write: Write) -> None:
+def test_mutations_never_end_in_anything_but_one_error(sample: bytes, write: Write) -> None:
     """Bytes set, bits flipped, words replaced by extremes, runs copied, cut or put in; header and digest always right."""
     data, metadata = split(sample)
     rng, opened = random.Random(11), 0
     extremes = [0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, len(metadata), len(metadata) - 4]
-    for _ in range(2000):
+    for _ in range(500):
         forged = bytearray(metadata)
         for _ in range(rng.choice([1, 1, 1, 2, 4, 16])):
             at = rng.randrange(len(forged) - 4)
@@ -232,4 +232,4 @@ def test_two_thousand_mutations_never_end_in_anything_but_one_error(sample: byte
         except EdgeqError as error:
             assert len(str(error)) < 4000
     # Padding, digests of segments, provenance text: some changes are not visible in the structure.
-    assert 0 < opened < 1000
+    assert 0 < opened < 250

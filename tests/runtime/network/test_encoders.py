@@ -36,6 +36,7 @@ from tests.encoder_checkpoints import (
     write_dense,
     xlm_roberta,
 )
+from tests.targets.cases import case
 
 Vectors = NDArray[np.float32]
 TARGETS = ("reference", "cpu")
@@ -310,8 +311,14 @@ def test_what_an_encoder_cannot_have_is_refused_by_key(changes: Any, message: st
         recognise({**config, **changes}, pooling=Pooling("cls", True))
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        case(family, method, common=i % 2 == (method == "awq"), id=f"{family}-{method}")
+        for i, family in enumerate(MAKERS)
+        for method in ("awq", "gptq")
+    ],
+)
 def test_calibrated_methods_see_both_ways_too(family: str, method: str, source: Any, path: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def read_file(path):\n    return open(path).read()\n" * 100)
