@@ -123,7 +123,7 @@ class Method:
     effort: ClassVar[int] = 1
 
     def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
-        """`stack`: the decoder of the checkpoint, or its vision tower.
+        """`stack`: the decoder of the checkpoint, its vision tower, or the layer that drafts.
 
         UnsupportedError: the method cannot do this one, and why.
         """

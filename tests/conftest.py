@@ -16,6 +16,7 @@ import pytest
 
 import edgeq.converters  # noqa: F401  (before torch: it says how torch's threads wait)
 from edgeq.targets.cpu.jit import parallel
+from tests.draft_checkpoints import add_draft_layer
 
 # A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -313,6 +314,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+FAMILIES["qwen3_5_mtp"] = ("Qwen3_5", {**FAMILIES["qwen3_5"][1], "mtp_num_hidden_layers": 1})
+
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
@@ -382,6 +385,8 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
             if buffer_name.endswith("layer_scalar"):
                 buffer.data = 0.7 + 0.5 * torch.rand_like(buffer)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    if "mtp_num_hidden_layers" in settings:
+        add_draft_layer(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LLAMA / file, folder / file)
     if name in TOKENIZERS:

@@ -31,7 +31,7 @@ class NamedTensor:
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
     first   a tensor that is added to the first row;  every: a row that is added to all
     merged  factors of an adapter whose product is added, and which of its rows is the first here
-    factor, order, transposed, matrix   as of TensorSource
+    factor, order, transposed, matrix, column   as of TensorSource
     parts   of several tensors, whose rows follow one another; `stored` is that of the first
     """
 
@@ -48,6 +48,7 @@ class NamedTensor:
     transposed: bool = False
     matrix: int = 0
     parts: tuple[NamedTensor, ...] = ()
+    column: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -55,8 +56,9 @@ class NamedTensor:
 
     @property
     def rearranged(self) -> bool:
-        """Whether its rows are others than those of one stored tensor: scaled, in another order, or columns."""
-        return self.factor != 1 or bool(self.order) or self.transposed or bool(self.parts)
+        """Whether its rows are others than those of one stored tensor: scaled, in another order, columns, or cut."""
+        cut = self.column is not None
+        return self.factor != 1 or bool(self.order) or self.transposed or bool(self.parts) or cut
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class TensorSource:
     factor  every stored value is multiplied by it
     order   which rows of the stored tensor are those meant, where they do not follow one another; empty: they do
     transposed   the stored matrix has the rows meant as columns, from column `row` on;  matrix: which it is of several
+    column  with which the rows meant begin in those of the stored matrix, which are longer; None: they are whole
     parts   sources of tensors whose rows follow one another, in place of one of these
     otherwise   where to find it in checkpoints without the stored tensor, or with another of its name
     """
@@ -100,6 +103,7 @@ class TensorSource:
     parts: tuple[TensorSource, ...] = ()
     otherwise: TensorSource | None = None
     every: TensorSource | None = None
+    column: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -207,7 +211,7 @@ class Checkpoint:
         every = self._meant(source.every) if source.every else None
         return NamedTensor(
             tensor.stored, source.shape, skipped, source.added, source.name, first, every, merged,
-            source.factor, source.order, source.transposed, source.matrix,
+            source.factor, source.order, source.transposed, source.matrix, column=source.column,
         )  # fmt: skip
 
     def dtype(self, name: str) -> str:
@@ -279,8 +283,10 @@ class Checkpoint:
 
     def _span(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Neighbouring rows of the stored tensor."""
-        row = math.prod(tensor.shape[1:])
+        row = math.prod(tensor.shape[1:]) if tensor.column is None else tensor.stored.shape[-1]
         values = tensor.stored.read(tensor.skipped + start * row, (stop - start) * row, name)
+        if tensor.column is not None:
+            return values.reshape(stop - start, row)[:, tensor.column : tensor.column + tensor.shape[1]]
         return values.reshape(stop - start, *tensor.shape[1:])
 
     def _columns(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
@@ -342,7 +348,7 @@ def _integers(tensor: NamedTensor) -> Codec | None:
         same = all(each is None if first is None else each is not None and np.array_equal(each, first) for each in others)
         return codec if same else None
     changed = tensor.added or tensor.first or tensor.every or tensor.merged or tensor.factor != 1 or tensor.transposed
-    return None if changed else tensor.stored.codec
+    return None if changed or tensor.column is not None else tensor.stored.codec
 
 
 def _spans(parts: tuple[NamedTensor, ...], start: int, stop: int) -> Iterator[tuple[NamedTensor, int, int]]:

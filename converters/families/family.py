@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.format.manifest import (
     StackContents,
     dense_shapes,
+    draft_input,
+    draft_output,
     layer_contents,
     layer_prefix,
     patch_contents,
@@ -24,6 +26,7 @@ from edgeq.format.manifest import (
     table_shapes,
 )
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.draft_stack import DraftStack
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import Stack
 
@@ -189,6 +192,8 @@ class FamilyDescription:
     headless   it embeds texts, whatever its name ends in: there is a pooling
     scores     of a reranker: what makes a score of the states of a pair of texts
     variants   the same architecture around another decoder: its description by the configuration
+    drafts     whether a checkpoint with these keys and tensors has a layer that drafts tokens, whose `sources` are known; None:
+               none has
     """
 
     architecture: str
@@ -209,6 +214,7 @@ class FamilyDescription:
     headless: bool = False
     scores: Callable[[Values], Pooling] | None = None
     variants: Callable[[Values], FamilyDescription] | None = None
+    drafts: Callable[[Values, Container[str]], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +238,12 @@ class Family:
         """The family of the vision tower beside this decoder."""
         vision = self.config.vision if isinstance(self.config, ModelConfig) else None
         return Family(self.description.tower, vision) if vision and self.description.tower else None
+
+    @property
+    def draft(self) -> Family | None:
+        """The family of the layer that drafts tokens for this decoder."""
+        draft = self.config.draft if isinstance(self.config, ModelConfig) else None
+        return Family(self.description, draft) if draft else None
 
     def sources(self) -> dict[str, TensorSource]:
         """Where the tensors lie, the tower's too."""
@@ -265,7 +277,7 @@ class Family:
         return {part: name for part, (name, _) in self.layer_parts(layer).items()}
 
     def end_parts(self, contents: StackContents) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The same of what a tower has before and after its layers."""
+        """The same of what a tower, or a layer that drafts, has before and after its layers."""
         parts: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, content in contents.items():
             part = name.removeprefix(self.prefix)
@@ -281,11 +293,14 @@ class Family:
         return parts
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the model needs and its shape; of a decoder without those of its tower."""
+        """Every tensor the model needs and its shape; of a decoder without those of its tower and of the layer that drafts."""
         config = self.config
         layers = [dict(self.layer_parts(layer).values()) for layer in range(config.num_hidden_layers)]
-        if isinstance(config, VisionConfig):
-            ends = patch_contents(config) | projector_contents(config)
+        if isinstance(config, (VisionConfig, DraftStack)):
+            if isinstance(config, VisionConfig):
+                ends = patch_contents(config) | projector_contents(config)
+            else:
+                ends = draft_input(config) | draft_output(config)
             return dict(self.end_parts(ends).values()) | {name: shape for layer in layers for name, shape in layer.items()}
         assert isinstance(config, ModelConfig)
         hidden = config.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ HEADLESS = ("layers.", "embed_tokens.", "norm.", "decoder.")
 
 
 def described(source: CheckpointSource, pooling: Pooling | None = None) -> tuple[Family, ModelConfig]:
-    """From the JSON files alone.  `pooling`: what takes the place of the head; None: nothing.
+    """From the JSON files and the names of the tensors.  `pooling`: what takes the place of the head; None: nothing.
 
     UnsupportedError: what this version does not run, by key.
     """
-    return recognise(source.config, _preprocessor(source.texts), pooling)
+    family, config = recognise(source.config, _preprocessor(source.texts), pooling)
+    drafts = family.description.drafts
+    if drafts is not None and pooling is None and drafts(source.config, source.tensors()):
+        config = replace(config, draft_layers=1)
+    return replace(family, config=config), config
 
 
 def open_tensors(source: CheckpointSource, family: Family, adapter: Path | None = None) -> Checkpoint:
@@ -57,7 +62,8 @@ def _preprocessor(texts: Path) -> dict[str, Any] | None:
 
 def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
     """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
-    expected = family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})
+    beside = [each for each in (family.tower, family.draft) if each]
+    expected = family.tensor_shapes() | {name: shape for each in beside for name, shape in each.tensor_shapes().items()}
     families = [each for each in (family, family.tower) if each]
     for name, shape in expected.items():
         checkpoint.tensor(name, shape)

@@ -66,6 +66,7 @@ class ConversionPlan:
     """What will be written and how; `options` are those asked for, `method.options` have the defaults filled in.
 
     method, tower   of the decoder, and of the vision tower where there is one
+    draft           method of the layer that drafts, where there is one
     choice          what was measured for the head and the mode
     prediction      of the allocation that the budget led to
     compute         where the calibration text runs
@@ -82,11 +83,12 @@ class ConversionPlan:
     prediction: AllocationPrediction | None = None
     divergence: float | None = None
     compute: Compute = Compute()
+    draft: Method | None = None
 
     @cached_property
     def steps(self) -> tuple[WriteStep, ...]:
         """What is written, in order."""
-        return write_steps(self.checkpoint, self.method, self.tower, self.text)
+        return write_steps(self.checkpoint, self.method, self.tower, self.draft, self.text)
 
     @cached_property
     def contents(self) -> Contents:
@@ -237,6 +239,7 @@ class ConversionPlan:
             **({"details": self.method.details} if self.method.details else {}),
             **({"split_rows": dict(split_rows)} if split_rows else {}),
             **({"vision": {"method": self.tower.name, **self.tower.options.recorded()}} if self.tower else {}),
+            **({"draft": {"method": self.draft.name, **self.draft.options.recorded()}} if self.draft else {}),
         }
         contents = self.contents
         return Metadata(

@@ -85,7 +85,7 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     _check_pictures(method, tower)
     rows = _calibration(method, text)
     checkpoint = open_tensors(source, family, options.merge_lora)
-    plan = ConversionPlan(options, checkpoint, method, tower, text, rows)
+    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, draft=_draft(method))
     if allocation is not None:
         plan = plan.with_options(replace(options, allocation=checked(allocation, plan.parts())))
     return replace(plan, compute=_compute(plan))
@@ -225,6 +225,22 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
             # Without a scale inside a row products add integers over the whole row; of 8 bits that loses nothing measurable.
             chosen_for_tower = replace(chosen_for_tower, activations="token", group_size=0, symmetric=True)
     return chosen(chosen_for_tower)(chosen_for_tower, family.tower, family.tower.config)
+
+
+def _draft(method: Method) -> Method | None:
+    """What is done to the layer that drafts: rounding in the codec of the decoder's layers, without calibration, as what it
+    gives is checked; or nothing where the decoder stays as it is."""
+    family, options = method.family.draft, method.options
+    if family is None:
+        return None
+    if options.bits is None:
+        mine = ConvertOptions(method=method.name, dtype=options.dtype)
+    else:
+        size = options.group_size if method.group_size_given else None
+        grid = {key: getattr(options, key) for key in ("half", "table", "trellis", "scale_bits")}
+        symmetric = None if any(grid.values()) else options.symmetric
+        mine = ConvertOptions(method="rtn", bits=options.bits, group_size=size, symmetric=symmetric, **grid)
+    return chosen(mine)(mine, family, family.config)
 
 
 def check_disk(plan: ConversionPlan, output: Path, written: int) -> None:

@@ -21,6 +21,8 @@ from edgeq.format.manifest import (
     Shape,
     StackContents,
     dense_shapes,
+    draft_input,
+    draft_output,
     layer_contents,
     layer_prefix,
     patch_contents,
@@ -28,6 +30,7 @@ from edgeq.format.manifest import (
     table_shapes,
 )
 from edgeq.network.config import VisionConfig
+from edgeq.network.draft_stack import DraftStack
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ class WriteStep:
     block: int | None = None
 
 
-def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, text: TextAssets) -> tuple[WriteStep, ...]:
-    """The steps in execution order: text and embedding, vision tower, decoder layers, norm and head."""
+def write_steps(
+    checkpoint: Checkpoint, method: Method, tower: Method | None, draft: Method | None, text: TextAssets
+) -> tuple[WriteStep, ...]:
+    """The steps in execution order: text and embedding, vision tower, decoder layers, the one that drafts, norm and head."""
     config, stored_config = method.config, method.stored_config
     tied, options = config.tie_word_embeddings, method.options
     stack = StackItems(checkpoint, method)
@@ -75,6 +80,7 @@ def write_steps(checkpoint: Checkpoint, method: Method, tower: Method | None, te
         WriteStep("text and embedding", tuple(first), method),
         *(tower_steps(checkpoint, tower) if tower else ()),
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i, i) for i in range(layers)),
+        *((draft_step(checkpoint, draft),) if draft else ()),
         WriteStep("norm and head" if config.pooling is None else "norm", tuple(ends), method),
     )
 
@@ -121,8 +127,16 @@ def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
     yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method, block=layers + 1)
 
 
+def draft_step(checkpoint: Checkpoint, method: Method) -> WriteStep:
+    """The step of the layer that drafts."""
+    config, stack = method.stack, StackItems(checkpoint, method)
+    assert isinstance(config, DraftStack)
+    items = (*stack.ends(draft_input(config)), *stack.layer(0), *stack.ends(draft_output(config)))
+    return WriteStep("layer that drafts", items, method)
+
+
 class StackItems:
-    """The items of a decoder or of a tower, as `method` stores them."""
+    """The items of a decoder, of a tower or of a layer that drafts, as `method` stores them."""
 
     def __init__(self, checkpoint: Checkpoint, method: Method) -> None:
         self._checkpoint, self._method = checkpoint, method
@@ -158,7 +172,7 @@ class StackItems:
             yield from self._items(p, name, content, names)
 
     def ends(self, contents: StackContents) -> Iterator[Item]:
-        """The items of what a tower has before or after its layers."""
+        """The items of what a tower or a layer that drafts has before or after its layers."""
         names = {part: name for part, (name, _) in self._method.family.end_parts(contents).items()}
         for name, content in contents.items():
             yield from self._items(self._method.stack.prefix, name, content, names)

@@ -54,6 +54,8 @@ class ConversionRun:
         tensors = self.method.tensors(self.plan.checkpoint, self.study())
         if self.plan.tower:
             tensors = self.plan.tower.tensors(tensors, {})
+        if self.plan.draft:
+            tensors = self.plan.draft.tensors(tensors, {})
         round_rows = self.write_layers(tensors)
         if self.skip <= last:
             # A method's parts are those of decoder layers: the head has a weight alone.

@@ -11,6 +11,7 @@ from edgeq.errors import FormatError
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import ArrayRef, LinearSpec, Transform, Weight
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.draft_stack import DraftStack
 from edgeq.network.stack import Stack
 
 Shape = tuple[int, int]
@@ -107,6 +108,18 @@ def projector_contents(config: VisionConfig) -> StackContents:
     return contents
 
 
+def draft_input(config: DraftStack) -> StackContents:
+    """What a layer that drafts has before it: norms of the token and of the state, and what joins both."""
+    hidden, p = config.hidden_size, config.prefix
+    norms: StackContents = {f"{p}embedding_norm": (hidden,), f"{p}hidden_norm": (hidden,)}
+    return norms | {name: {name: (hidden, hidden)} for name in (f"{p}embedding", f"{p}hidden")}
+
+
+def draft_output(config: DraftStack) -> StackContents:
+    """What it has after it."""
+    return {f"{config.prefix}norm": (config.hidden_size,)}
+
+
 def projectors(config: VisionConfig) -> Iterator[tuple[str, str]]:
     """What the names of each projector begin with, and over what its norm is: that of the last layer, those of the taps."""
     yield config.prefix, config.project_norm
@@ -199,12 +212,14 @@ def table_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _parts(config: ModelConfig) -> Iterator[StackContents]:
-    """The contents of the tower, where there is one, and of all layers."""
+    """The contents of the tower, where there is one, of all layers, and of the one that drafts."""
     if vision := config.vision:
         yield patch_contents(vision)
         yield from (layer_contents(vision, layer) for layer in range(vision.num_hidden_layers))
         yield projector_contents(vision)
     yield from (layer_contents(config, layer) for layer in range(config.num_hidden_layers))
+    if draft := config.draft:
+        yield draft_input(draft) | layer_contents(draft, 0) | draft_output(draft)
 
 
 def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -247,6 +262,8 @@ def check(metadata: Metadata) -> None:
         raise FormatError("layer_rows can have one weight block and nothing else")
     if config.pooling is not None and any(linear.master for linear in metadata.linears.values()):
         raise FormatError("a model that embeds has masters; weights are requantized for a prompt that is then continued")
+    if config.draft_layers and any(linear.master for linear in metadata.linears.values()):
+        raise FormatError("a model with draft_layers has masters; drafts are not made with requantized weights")
     arrays = array_shapes(config)
     if quantized_table:
         del arrays["embedding"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.draft_stack import DraftStack
 
 ALIGNMENT = 64
 """Every segment starts at a multiple of it, and has at least one byte."""
@@ -45,6 +46,8 @@ class Metadata:
     `layers.3.key_rotation_scale` f32 [1].  A vision tower has the linear layers `vision.patch`, `vision.layers.3.qkv` ... as in
     a decoder, `vision.project.0`, `vision.project.1`, for taps `vision.taps.0.project.0` ..., and the arrays
     `vision.layers.3.attention_norm` ..., `vision.norm`, `vision.positions`, `vision.pre_norm`, `vision.taps.0.norm`.
+    A layer that drafts has `draft.embedding`, `draft.hidden` and, as a layer of the decoder, `draft.layers.0.qkv` ..., and the
+    arrays `draft.embedding_norm`, `draft.hidden_norm`, `draft.layers.0.attention_norm` ... and `draft.norm`.
     Blobs: `tokenizer.json`, `chat_template`, `preprocessor.json`.
     """
 
@@ -61,8 +64,15 @@ class Metadata:
 
     def vision_bytes(self) -> int:
         """Bytes of the vision tower and its projector."""
-        linears = sum(x.nbytes for name, x in self.linears.items() if _of_tower(name))
-        return linears + sum(a.nbytes for name, a in self.arrays.items() if _of_tower(name))
+        return self._bytes_of(VisionConfig.prefix)
+
+    def draft_bytes(self) -> int:
+        """Bytes of the layer that drafts, without the head and the embedding, which it shares."""
+        return self._bytes_of(DraftStack.prefix)
+
+    def _bytes_of(self, prefix: str) -> int:
+        linears = sum(x.nbytes for name, x in self.linears.items() if name.startswith(prefix))
+        return linears + sum(a.nbytes for name, a in self.arrays.items() if name.startswith(prefix))
 
     def idle_bytes(self) -> int:
         """Bytes of the experts that a token does not use."""
@@ -80,11 +90,7 @@ class Metadata:
         # One row of a table is read, which is not worth counting.
         all_weights = sum(x.nbytes for name, x in self.linears.items() if name not in ("embedding", "layer_rows")) + norms
         return {
-            "weights": all_weights - self.idle_bytes() - head - self.vision_bytes(),
+            "weights": all_weights - self.idle_bytes() - head - self.vision_bytes() - self.draft_bytes(),
             "head": head,
             "kv_per_position": sum(2 * each.kv_heads * self.kv.head_bytes(each.head_dim) for each in map(config.heads_of, own)),
         }
-
-
-def _of_tower(name: str) -> bool:
-    return name.startswith(VisionConfig.prefix)

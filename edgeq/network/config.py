@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.activations import PLAIN
+from edgeq.network.draft_stack import DraftStack
 from edgeq.network.image_config import ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.pooling import Pooling
@@ -212,6 +213,7 @@ class ModelConfig(Stack):
     segments                tables of learned positions, one after another: tokens of the second text of a pair have theirs in
                             the second one (BERT)
     bidirectional           tokens see those after them too; a sliding window reaches as far on both sides (EmbeddingGemma)
+    draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
     """
 
     model_type: str
@@ -224,6 +226,7 @@ class ModelConfig(Stack):
     pooling: Pooling | None = None
     bidirectional: bool = False
     segments: int = 1
+    draft_layers: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,6 +280,24 @@ class ModelConfig(Stack):
             raise UnsupportedError("pooling that ranks without bidirectional is not supported")
         if self.pooling is not None and self.pooling.kind == "cls" and not self.bidirectional:
             raise FormatError("config pooling is cls without bidirectional: the first token sees nothing of a text")
+        self._check_draft()
+
+    def _check_draft(self) -> None:
+        """FormatError, UnsupportedError: a layer that drafts beside a network that it is not run with."""
+        check_integer("draft_layers", self.draft_layers, 0, 1)
+        plain = self.alike and self.pre_norms and self.rope.kind != "learned"
+        other = self.layer_norm or self.post_norms or self.parallel or self.normed_residual != "none"
+        other = other or self.conv_layers or self.ssd or self.attention_sinks or self.layer_scalars or any(self.sliding_windows)
+        if self.draft_layers and (other or not plain or self.pooling or self.vision):
+            raise UnsupportedError(
+                "draft_layers are supported with layers of attention and delta_net, norms before their blocks and rotary "
+                "positions, without sliding windows, pooling and a vision tower"
+            )
+
+    @property
+    def draft(self) -> DraftStack | None:
+        """The layer that drafts tokens; None: there is none."""
+        return DraftStack.beside(self) if self.draft_layers else None
 
     @property
     def ranges(self) -> tuple[int, ...]:

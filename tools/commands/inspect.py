@@ -19,7 +19,7 @@ from edgeq.format.records import LinearSpec
 from edgeq.system import machine, measurements
 from edgeq.targets import TARGETS, load
 from edgeq.tools.cli.terminal import progress, write
-from edgeq.tools.measure.report import bits_per_weight, in_decoder, in_tower, overall_bits
+from edgeq.tools.measure.report import bits_per_weight, in_decoder, in_draft, in_tower, overall_bits
 
 
 def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> None:
@@ -83,9 +83,11 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
             "all": overall_bits(metadata),
             "decoder": bits_per_weight(metadata, in_decoder),
             **({"vision": bits_per_weight(metadata, in_tower)} if metadata.config.vision else {}),
+            **({"draft": bits_per_weight(metadata, in_draft)} if metadata.config.draft_layers else {}),
             **({"head": bits_per_weight(metadata, lambda name: name == "head")} if "head" in metadata.linears else {}),
         },
         "bytes_per_token": sizes,
+        "draft_bytes": metadata.draft_bytes(),
         "kv": metadata.kv.name,
         "read_bandwidth": bandwidth,
         "ceiling_tokens_per_s": bandwidth / per_token if bandwidth else None,
@@ -136,6 +138,7 @@ def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
             last = linear.name.split(".")[-1]
             # `vision.project.0` is not one of several layers.
             name = f"vision {'project ' * last.isdecimal()}{last}" if in_tower(linear.name) else last
+            name = f"draft {last}" if in_draft(linear.name) else name
             groups.setdefault((name, part.component, part.codec), []).append(part)
     weighed = ("weights", "second block", "master")
     return [
@@ -176,6 +179,8 @@ def show(facts: dict[str, Any]) -> None:
     )
     if config["vision"]:
         console.print(tower_line(config["vision"]))
+    if facts["draft_bytes"]:
+        console.print(f"a layer that drafts (--draft mtp): {facts['draft_bytes'] / 1e6:,.2f} MB")
     table = Table(box=None, pad_edge=False)
     for name in ("part", "codec", "layers", "rows x columns", "MB", "bits/weight"):
         table.add_column(name, justify="left" if name in ("part", "codec") else "right")
@@ -198,7 +203,8 @@ def show(facts: dict[str, Any]) -> None:
     console.print(table)
     of_head = f", head {bits['head']:.3f}" if "head" in bits else ""
     tower = f", vision tower {bits['vision']:.3f}" if "vision" in bits else ""
-    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}{of_head}{tower}")
+    draft = f", layer that drafts {bits['draft']:.3f}" if "draft" in bits else ""
+    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}{of_head}{draft}{tower}")
     sizes = facts["bytes_per_token"]
     console.print(
         f"read per token: {sizes['weights'] / 1e6:,.2f} MB of layers, {sizes['head'] / 1e6:,.2f} MB of head, "

@@ -37,13 +37,18 @@ def decoder_codec(metadata: Metadata) -> str:
 
 
 def in_decoder(name: str) -> bool:
-    """Whether a linear layer is one of the decoder's: neither the head, nor the embedding, nor of the vision tower."""
-    return name not in ("head", "embedding") and not in_tower(name)
+    """Whether a linear layer is one of the decoder's: neither the head, nor the embedding, nor of what is beside it."""
+    return name not in ("head", "embedding") and not in_tower(name) and not in_draft(name)
 
 
 def in_tower(name: str) -> bool:
     """Whether a linear layer is one of the vision tower or its projector."""
     return name.startswith("vision.")
+
+
+def in_draft(name: str) -> bool:
+    """Whether a linear layer is of the layer that drafts."""
+    return name.startswith("draft.")
 
 
 def head_codec(metadata: Metadata) -> str:
@@ -67,8 +72,8 @@ def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
 
 
 def overall_bits(metadata: Metadata) -> float:
-    """Effective bits per weight of decoder and head, as `--bits` and `--vision-bits` ask for them: a tower is counted apart."""
-    return bits_per_weight(metadata, lambda name: not in_tower(name))
+    """Effective bits per weight of decoder and head, as `--bits` asks for them: what is beside them is counted apart."""
+    return bits_per_weight(metadata, lambda name: not in_tower(name) and not in_draft(name))
 
 
 def describe(file: ModelFile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,14 @@ from edgeq.converters.families.positions import partial_rope
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.delta_net import DeltaNet
+from edgeq.network.draft_stack import DraftStack
+from edgeq.network.stack import Stack
 
 DELTA, ATTENTION = "linear_attention", "full_attention"
 SECTIONS = ("mrope_section", "mrope_interleaved")
 """Keys of a rope of several axes.  All positions of a token of a text are the same, so all its pairs turn as by one axis."""
 GAINS = ("input_layernorm", "post_attention_layernorm")
+FC = "mtp.fc.weight"
 
 
 def delta_layers(values: Values) -> tuple[int, ...]:
@@ -63,23 +67,70 @@ def qwen_next_settings(values: Values) -> dict[str, Any]:
 
 
 def qwen_next_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Norms hold w of a gain 1 + w, but for that of a delta net; rows of q_proj are, head by head, queries and their gate."""
-    hidden, head, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    """Norms hold w of a gain 1 + w, but for that of a delta net; rows of q_proj are, head by head, queries and their gate.
+
+    Of the layer that drafts all tensors have names of their own.
+    """
+    hidden = config.hidden_size
     sources = {NORM: TensorSource(NORM, (hidden,), (hidden,), added=1.0)}
     for layer in range(config.num_hidden_layers):
         p = f"model.layers.{layer}."
         for module in GAINS:
             sources[f"{p}{module}.weight"] = TensorSource(f"{p}{module}.weight", (hidden,), (hidden,), added=1.0)
-        if layer in config.delta_layers:
-            sources |= delta_sources(config, p)
-            continue
-        for module in ("self_attn.q_norm", "self_attn.k_norm"):
-            sources[f"{p}{module}.weight"] = TensorSource(f"{p}{module}.weight", (head,), (head,), added=1.0)
-        stored, shape = (2 * config.query_size, hidden), (config.query_size, hidden)
-        for module, begin in (("q_proj", 0), ("gate_proj", head)):
-            rows = tuple(2 * head * i + begin + c for i in range(heads) for c in range(head))
-            sources[f"{p}self_attn.{module}.weight"] = TensorSource(f"{p}self_attn.q_proj.weight", stored, shape, order=rows)
-    return sources | qwen_expert_sources(config)
+        sources |= delta_sources(config, p) if layer in config.delta_layers else attention_sources(config, p, p)
+    return sources | qwen_expert_sources(config) | (draft_sources(config.draft) if config.draft else {})
+
+
+def attention_sources(config: Stack, ours: str, theirs: str) -> dict[str, TensorSource]:
+    """The tensors of a layer of attention that are not as they are called, or have other values."""
+    hidden, head, heads = config.hidden_size, config.head_dim, config.num_attention_heads
+    sources = {}
+    for module in ("self_attn.q_norm", "self_attn.k_norm"):
+        sources[f"{ours}{module}.weight"] = TensorSource(f"{theirs}{module}.weight", (head,), (head,), added=1.0)
+    stored, shape = (2 * config.query_size, hidden), (config.query_size, hidden)
+    for module, begin in (("q_proj", 0), ("gate_proj", head)):
+        rows = tuple(2 * head * i + begin + c for i in range(heads) for c in range(head))
+        sources[f"{ours}self_attn.{module}.weight"] = TensorSource(
+            f"{theirs}self_attn.q_proj.weight", stored, shape, order=rows
+        )
+    return sources
+
+
+def draft_sources(draft: DraftStack) -> dict[str, TensorSource]:
+    """The tensors of the layer that drafts; the first half of the columns of `mtp.fc` reads the token, the second the state."""
+    hidden, kv, inner = draft.hidden_size, draft.kv_size, draft.intermediate_size
+    ours, theirs = f"{draft.prefix}layers.0.", "mtp.layers.0."
+    gains = {
+        f"{draft.prefix}embedding_norm": "mtp.pre_fc_norm_embedding",
+        f"{draft.prefix}hidden_norm": "mtp.pre_fc_norm_hidden",
+        f"{draft.prefix}norm": "mtp.norm",
+        **{f"{ours}{module}": f"{theirs}{module}" for module in GAINS},
+    }
+    shapes = {
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, draft.query_size),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    joined, shape = (hidden, 2 * hidden), (hidden, hidden)
+    return {
+        **{f"{name}.weight": TensorSource(f"{its}.weight", (hidden,), (hidden,), added=1.0) for name, its in gains.items()},
+        f"{draft.prefix}embedding.weight": TensorSource(FC, joined, shape, column=0),
+        f"{draft.prefix}hidden.weight": TensorSource(FC, joined, shape, column=hidden),
+        **attention_sources(draft, ours, theirs),
+        **{f"{ours}{name}.weight": TensorSource(f"{theirs}{name}.weight", its, its) for name, its in shapes.items()},
+    }
+
+
+def has_draft_layer(values: Values, tensors: Container[str]) -> bool:
+    """Whether a checkpoint has the layer in the one form that is known: one layer, without a table of its own, which joins the
+    token and the state in this order.  Checkpoints that transformers saved have its keys and not its tensors."""
+    nested = values.get("text_config")
+    keys = nested if isinstance(nested, dict) else values
+    other = keys.get("mtp_use_dedicated_embeddings") or keys.get("mtp_hidden_states_first")
+    return FC in tensors and keys.get("mtp_num_hidden_layers", 1) == 1 and not other
 
 
 def delta_sources(config: ModelConfig, p: str) -> dict[str, TensorSource]:
@@ -131,7 +182,7 @@ def _by_parts(heads: int, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def unread(config: object, tensor: str) -> bool:
-    """Tensors of drafts and of the tower."""
+    """Tensors of the tower, and of drafts where their layer is not converted."""
     return tensor.startswith(("mtp.", "model.visual."))
 
 
@@ -167,6 +218,7 @@ QWEN_3_5 = FamilyDescription(
     qwen_next_settings,
     sources=qwen_next_sources,
     unused=unread,
+    drafts=has_draft_layer,
 )
 EXPERTS = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 ALIKE_BUT_EXPERTS = {key: values for key, values in ALIKE.items() if key not in NO_EXPERTS}
@@ -178,6 +230,7 @@ QWEN_3_5_MOE = replace(
     settings=qwen3_5_moe_settings,
     keys={"intermediate_size": "moe_intermediate_size"},
     mappings=expert_mappings,
+    drafts=None,
 )
 
 

@@ -301,7 +301,7 @@ def test_of_a_qwen3_5_that_sees_the_text_model_is_converted(checkpoint: Callable
     shutil.copytree(folder, seeing)
     tensors = load_file(folder / "model.safetensors")
     nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    others = {"model.visual.patch_embed.proj.weight": torch.ones(4, 4), "mtp.fc.weight": torch.ones(2, 2)}
+    others = {"model.visual.patch_embed.proj.weight": torch.ones(4, 4), "mtp.norm.weight": torch.ones(2)}
     save_file(nested | others, seeing / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 1}}

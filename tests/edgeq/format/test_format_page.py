@@ -181,6 +181,17 @@ def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
     assert {name for name in page if ".layers." in name} - layer == {"vision.layers.N.q"}
 
 
+def test_all_layers_and_arrays_of_a_layer_that_drafts_are_named() -> None:
+    draft = replace(DELTA, draft_layers=1).draft
+    assert draft is not None
+    headers = "layer that drafts", "array of it"
+    page = {name for header in headers for cells in rows(section("The layer that drafts"), header) for name in named(cells[0])}
+    page -= {"key_rotation"}
+    ends = {*manifest.draft_input(draft), *manifest.draft_output(draft)}
+    assert ends == {name for name in page if ".layers." not in name}
+    assert {name for name in page if ".layers." in name} - {*manifest.layer_contents(draft, 0)} == {"draft.layers.0.q"}
+
+
 def test_modes_are_named_with_their_limits() -> None:
     page = {named(mode)[0]: text for mode, text in rows(section("Modes: how activations are rounded"), "mode")}
     assert tuple(page) == MODES

@@ -1,0 +1,24 @@
+"""The layer that drafts tokens for a decoder (multi-token prediction), as a stack of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from edgeq.network.stack import Stack
+
+OWN = {"num_hidden_layers": 1, "sliding_windows": (), "layers_without_rope": (), "delta_net": None}
+"""What it has otherwise than its decoder: one layer, of attention, that sees all positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftStack(Stack):
+    """A layer of the decoder's sizes that reads the next token and the decoder's state before it (Gloeckle et al. 2024, arXiv
+    2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+
+    prefix: ClassVar[str] = "draft."
+
+    @classmethod
+    def beside(cls, decoder: Stack) -> DraftStack:
+        return cls(**{f.name: getattr(decoder, f.name) for f in fields(Stack)} | OWN)
