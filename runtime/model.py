@@ -20,12 +20,14 @@ from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import Prompt
 from edgeq.runtime.answers.constraint import Constraints
 from edgeq.runtime.answers.response_format import ResponseFormat
-from edgeq.runtime.arguments import callback, instance
+from edgeq.runtime.arguments import callback, flag, instance
 from edgeq.runtime.batching.prompt_store import PromptStore
 from edgeq.runtime.generation import Generation
 from edgeq.runtime.load_options import MAX_LOGITS, LoadArguments
 from edgeq.runtime.network.adapted import adapted, opened
 from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.network.draft_layer import compiled as compiled_draft_layer
+from edgeq.runtime.network.draft_layer import drafting_decoder, no_layer
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import ImageSource, Pictures, check_image_tokens
 from edgeq.runtime.network.text_reader import TextReader
@@ -76,6 +78,7 @@ class Model(TextReader):
         requantization: Requantization | None = None,
         image_tokens: int | None = None,
         row_order: RowOrder = "sequence",
+        draft_layer: bool = False,
         on_progress: OnProgress = no_progress,
     ) -> None:
         started = perf_counter()
@@ -84,16 +87,21 @@ class Model(TextReader):
         self._chat_template, self.requantization = chat_template, chosen(requantization, file)
         check_image_tokens(self.config, image_tokens)
         # Its buffers do not depend on the context, only rotary frequencies do.
-        graph = decoder(file.metadata)
+        self.drafts = draft_layer and bool(self.config.draft_layers)
+        network = drafting_decoder if self.drafts else decoder
+        graph = network(file.metadata)
         options, context = whole_texts(self.config, options, context)
         if self.requantization:
             # Refused here, so that no target compiles first.
             shared_inputs(graph)
         room = choice.target.room(graph, file, options)
         self.context = choose_context(room, partial(cache_bytes, graph, options), self.config.max_position_embeddings, context)
-        self.graph = decoder(file.metadata, self.context)
+        self.graph = network(file.metadata, self.context)
         options = replace(options, cache_bytes=cache_bytes(graph, options, self.context))
         self._program: Program | None = choice.target.compile(self.graph, file, options, on_progress)
+        self._drafting: Program | None = None
+        if self.drafts:
+            self._drafting = compiled_draft_layer(file, choice.target, self.program, self.graph, self.context, on_progress)
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
         self.description = self.program.description + "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
@@ -120,7 +128,7 @@ class Model(TextReader):
         for session in list(self._sessions):
             session.close()
         with self._lock:
-            self._program = self._choice = None
+            self._program = self._drafting = self._choice = None
             if self.pictures:
                 self.pictures.close()
 
@@ -170,6 +178,7 @@ class Model(TextReader):
         row_order: RowOrder = "sequence",
         adapter: str | os.PathLike[str] | None = None,
         graphs: bool = True,
+        draft_layer: bool = False,
         on_progress: OnProgress = no_progress,
     ) -> Model:
         """Open `path` and compile it.  The logger "edgeq" is told what was compiled, and what the model runs on.
@@ -188,6 +197,7 @@ class Model(TextReader):
         row_order    "sequence", or "modality": rows of pictures come first in every run; changes no result
         adapter      folder of a LoRA adapter as PEFT saves it, whose factors become low-rank parts of the layers
         graphs       a GPU records the launches of a token once and starts them together; False: one by one
+        draft_layer  run the layer that drafts too, where the file has one: every token takes a little more time and memory
         on_progress  called with (kernels compiled, in all, label)
 
         InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
@@ -199,11 +209,12 @@ class Model(TextReader):
         asked = LoadArguments(target, isa, mode, *threaded, requantization, context, chat_template, row_order, graphs)
         asked.check()
         callback("on_progress", on_progress)
+        flag("draft_layer", draft_layer)
         file = opened(path, adapter)
         choice = pick(target, file)
         model = cls(
             file, choice, asked.options(file), context=context, chat_template=chat_template, requantization=requantization,
-            image_tokens=image_tokens, row_order=row_order, on_progress=on_progress,
+            image_tokens=image_tokens, row_order=row_order, draft_layer=draft_layer, on_progress=on_progress,
         )  # fmt: skip
         model.load_s = perf_counter() - started
         _log.info("%s: %s; context %d; loaded in %.2f s", file.path.name, model.description, model.context, model.load_s)
@@ -219,6 +230,7 @@ class Model(TextReader):
             raise UnsupportedError(f"target {self.target} would hold the weights of every adapter; merge them: --merge-lora")
         given: dict[str, Any] = {"context": self.context, "chat_template": self._chat_template, "row_order": self._row_order}
         given |= {"requantization": self.requantization or NEVER, "image_tokens": self.pictures and self.pictures.most_tokens}
+        given["draft_layer"] = self.drafts
         return Model(adapted(self.file, folder), choice, options, on_progress=on_progress, **given)
 
     @property
@@ -233,12 +245,16 @@ class Model(TextReader):
         return self.graph.page_bytes(self.program.options.kv) // PAGE
 
     def speculator(self, draft: DraftSource, gamma: int | None) -> Speculator | None:
-        """A speculator that drafts from `draft`; None for "off".  InputError: an unknown source, or a gamma out of range."""
-        found = checked_draft(draft, gamma, self.program.options.mode, self.file.metadata.default_mode)
-        if found and found.prepares:
+        """A speculator that drafts from `draft`; None for "off".
+
+        InputError: an unknown source, one that the model does not have, or a gamma out of range.
+        """
+        why = None if self.drafts else no_layer(self.file)
+        found = checked_draft(draft, gamma, self.program.options.mode, self.file.metadata.default_mode, why)
+        if found and (mode := found.prepares):
             # It may replace the threads, on which another session may be running.
             with self._lock:
-                self.program.prepare(found.mode)
+                self.program.prepare(mode)
         return found
 
     @property
@@ -279,6 +295,7 @@ class Model(TextReader):
         session = Session(
             self.program, self.config.vocab_size, self.context, self._lock, prefill_rate=self.prefill_rate, origin=self._origin,
             requantizer=requantizer, registry=self._sessions, pictures=self.pictures, whole=WholeTexts.of(self.config),
+            drafting=self._drafting,
         )  # fmt: skip
         session.row_order = self._row_order
         return session
@@ -321,8 +338,8 @@ class Model(TextReader):
         session     one to continue: the beginning that it shares with `prompt` is kept and not run again
         on_progress  called after each chunk of the prompt with (tokens done, total tokens)
         draft       where drafts of the next tokens come from: "qspec" (the same weights in a cheaper mode), "lookup" (the text
-                    so far), "both" or "auto" (both).  Greedy text is the same as without drafts; sampled text has the same
-                    distribution
+                    so far), "mtp" (the file's layer that drafts, loaded with `draft_layer`), "both" of the first two, or "auto"
+                    (all).  Greedy text is the same as without drafts; sampled text has the same distribution
         gamma       draft length, 1 to 7; None: the length with the best measured speed-up, 0 included
         response_format  what the text is held to: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema":
                     {...}}} or {"type": "grammar", "grammar": "...", "syntax": "lark" or "gbnf"}; None: any text.  It needs

@@ -51,6 +51,26 @@ class SiluConv(Operation):
 
 
 @dataclass(frozen=True)
+class RowBefore(Operation):
+    """out = what x[:, :width] was of the row of the slot before, for drafts of a multi-token prediction layer (Qwen3.5).
+
+    Before slot 0 it is 0.  `keeps`: x of this row is what the next slot reads; without it x is not read, and another one of the
+    same state has to keep something before the next row runs.
+
+    state   a "tail" of one input, by its index in `Graph.states`
+    """
+
+    x: str
+    width: int
+    out: str
+    state: int
+    keeps: bool = True
+
+    def reads(self) -> tuple[str, ...]:
+        return (self.x,) if self.keeps else ()
+
+
+@dataclass(frozen=True)
 class DeltaRule(Operation):
     """The gated delta rule (Yang et al. 2024, arXiv 2412.06464): each value head has a state S [key_dim, value_dim], first 0.
 

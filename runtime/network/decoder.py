@@ -47,15 +47,17 @@ from edgeq.targets.graph import (
 )
 
 
-def decoder(metadata: Metadata, context: int = 0) -> Graph:
+def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> Graph:
     """The graph of a decoder: embedding, layers, final norm and head; its sessions hold up to `context` positions.
+
+    all_rows   all layers run over all rows, and those that are not wanted are left out after the last one
 
     Where the model embeds texts there is no head: the result are the states of the wanted rows after the norm.
     """
     config, linears = metadata.config, metadata.linears
     operations: list[Operation] = [*embedding(metadata)]
     # The inputs of masters are summed over all rows.
-    early = not any(linear.master for linear in linears.values())
+    early = not all_rows and not any(linear.master for linear in linears.values())
     layers = range(config.num_hidden_layers)
     cached = [layer for layer in layers if config.attends(layer) and not config.shares_cache(layer)]
     if config.bidirectional:

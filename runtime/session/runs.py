@@ -60,6 +60,8 @@ class Runnable(Protocol):
 
     def run_rows(self, rows: Rows, mode: Mode | None, summing: bool) -> Logits: ...
 
+    def draft_rows(self, rows: Rows) -> Logits: ...
+
     def most_largest(self, rows: int) -> int: ...
 
     def holds(self, count: int) -> bool: ...
@@ -135,6 +137,21 @@ def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summin
             logits = items[group[0]].session.run_rows(rows, mode, summing).copy()
         ends = accumulate(len(items[i].wanted) for i in group)
         found |= {i: logits[end - len(items[i].wanted) : end] for i, end in zip(group, ends, strict=True)}
+    return [found[i] for i in range(len(items))]
+
+
+def run_drafting(items: Sequence[BatchItem]) -> list[Logits]:
+    """As `run_together`, by the layer that drafts alone: logits of the token after the next.  Each item has one token.
+
+    The sessions have the tokens on return, and forget them again (`rewind`) before the model runs: it has not seen them.
+    """
+    found = dict[int, Logits]()
+    for group in _by_weights(items):
+        with _rows_in_turn([items[i] for i in group]) as rows:
+            # Slot 0 of its cache is of the first token, which has no state before it.
+            rows.spans = np.stack([np.minimum(rows.slots, 1), rows.slots + 1])[None]
+            logits = items[group[0]].session.draft_rows(rows).copy()
+        found |= {i: logits[row : row + 1] for row, i in enumerate(group)}
     return [found[i] for i in range(len(items))]
 
 

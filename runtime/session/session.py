@@ -66,10 +66,12 @@ class Session:
         registry: WeakSet[Session],
         pictures: Pictures | None = None,
         whole: WholeTexts | None = None,
+        drafting: Program | None = None,
     ) -> None:
         """registry   the open sessions of the model, in which forks are entered too
         pictures   how the model sees; None: it reads text alone
         whole      how it reads texts whose tokens see both ways: a session holds one, which is one run; None: they do not
+        drafting   the layer that drafts, over the same pages and states; None: it does not run
         """
         self.context = context
         self.tokens: list[int] = []
@@ -88,7 +90,7 @@ class Session:
         self._origin = origin
         self._requantizer = requantizer
         self._registry = registry
-        self._pictures, self.whole = pictures, whole
+        self._pictures, self.whole, self._drafting = pictures, whole, drafting
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -103,7 +105,7 @@ class Session:
     def close(self) -> None:
         """Drop the cache; pages that a fork shares stay with it.  The session cannot be used any more."""
         with self.lock:
-            self._running, self._requantizer, self.logits = None, None, None
+            self._running, self._drafting, self._requantizer, self.logits = None, None, None, None
             self._cache = KVCache(0)
             self.tokens, self.places = [], ()
 
@@ -123,6 +125,7 @@ class Session:
         forked = Session(
             program, self._vocab_size, self.context, self.lock, prefill_rate=self._prefill_rate, origin=self._origin,
             requantizer=requantizer, registry=self._registry, pictures=self._pictures, whole=self.whole,
+            drafting=self._drafting,
         )  # fmt: skip
         forked.tokens, forked.places, forked.row_order = list(self.tokens), self.places, self.row_order
         forked.logits = None if self.logits is None else self.logits.copy()
@@ -321,6 +324,11 @@ class Session:
         if self._requantizer:
             return self._requantizer.run(rows, mode, summing)
         return self._program.run(rows, mode)
+
+    def draft_rows(self, rows: Rows) -> Logits:
+        """Run rows of this session, and of others that share its run, by the layer that drafts."""
+        assert self._drafting is not None
+        return self._drafting.run(rows)
 
     def most_largest(self, rows: int) -> int:
         """Logits that `largest_of` can find in a run with so many results; 0: it cannot."""

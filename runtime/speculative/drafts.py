@@ -1,4 +1,4 @@
-"""Where drafts come from: the text so far, or the same weights in a cheaper mode."""
+"""Where drafts come from: the text so far, the same weights in a cheaper mode, or a layer that was trained to draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgeq.errors import EdgeqError, InputError
 from edgeq.format.records import Mode
 from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates, certain
-from edgeq.runtime.session.runs import BatchItem, run_together
+from edgeq.runtime.session.runs import BatchItem, run_drafting, run_together
 
 
 @dataclass
@@ -42,8 +42,10 @@ def forced(stream: Stream, count: int) -> Draft:
     return Draft(tokens, [certain(token) for token in tokens], forced=True)
 
 
-def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> list[Draft]:
+def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode | None) -> list[Draft]:
     """Drafts of `counts` tokens, drawn one after another in `mode`; all streams advance together.
+
+    mode   None: by the layer that drafts
 
     Their keys and values go where the exact ones will (QSpec, arXiv 2410.11305, section 3); the caches are as before on return.
     """
@@ -55,7 +57,8 @@ def drafted(streams: Sequence[Stream], counts: Sequence[int], mode: Mode) -> lis
             if not active:
                 break
             items = [BatchItem(streams[i].session, [(drafts[i].tokens or streams[i].tokens)[-1]], [0]) for i in active]
-            for i, logits in zip(active, run_together(items, mode), strict=True):
+            found = run_drafting(items) if mode is None else run_together(items, mode)
+            for i, logits in zip(active, found, strict=True):
                 stream, draft = streams[i], drafts[i]
                 # Where no token can come, the exact run tells whether the text ends there.
                 with suppress(EdgeqError):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Source = Literal["mode", "lookup"]
+Source = Literal["mode", "lookup", "mtp"]
+"""Sources of drafts: the model in a cheaper mode, the text, the layer that drafts (multi-token prediction)."""
+Run = Literal["exact", "mode", "mtp"]
+"""A run of the model that verifies, or one of a source that drafts."""
 
 REMEMBERED = 9
 """Last times of a kind of run, whose median is used: enough to ignore an outlier, few enough to follow a growing cache."""
@@ -63,27 +66,29 @@ class DraftPlanner:
     """
 
     def __init__(self, gamma: int | None, longest: int) -> None:
-        self.acceptance: dict[Source, Acceptance] = {"mode": Acceptance(), "lookup": Acceptance()}
+        self.acceptance: dict[Source, Acceptance] = {source: Acceptance() for source in get_args(Source)}
         self._gamma, self._longest = gamma, longest
-        self._times: dict[tuple[bool, int], deque[float]] = {}
-        self._medians: dict[bool, dict[int, float]] = {True: {}, False: {}}
-        self._cycle, self._probe, self._interval = 0, 0, FIRST_PROBE
+        self._times: dict[tuple[Run, int], deque[float]] = {}
+        self._medians: dict[Run, dict[int, float]] = {run: {} for run in get_args(Run)}
+        self._cycle = 0
+        # The cycle of the next trial of each source, and how many come after that.
+        self._probes: dict[Source, tuple[int, int]] = {source: (0, FIRST_PROBE) for source in get_args(Source)}
 
-    def record(self, exact: bool, rows: int, seconds: float) -> None:
-        """Record the time of a run in the exact mode or in the draft's.
+    def record(self, run: Run, rows: int, seconds: float) -> None:
+        """Record the time of a run.
 
         The first of a kind does not count: its code and its buffers are cold.
         """
-        if (exact, rows) not in self._times:
-            self._times[exact, rows] = deque(maxlen=REMEMBERED)
+        if (run, rows) not in self._times:
+            self._times[run, rows] = deque(maxlen=REMEMBERED)
             return
-        times = self._times[exact, rows]
+        times = self._times[run, rows]
         times.append(seconds)
-        self._medians[exact][rows] = statistics.median(times)
+        self._medians[run][rows] = statistics.median(times)
 
-    def cost(self, exact: bool, rows: int) -> float | None:
+    def cost(self, run: Run, rows: int) -> float | None:
         """Seconds of a run, from runs with the nearest numbers of rows; None if there was none of this kind."""
-        known = sorted(self._medians[exact].items())
+        known = sorted(self._medians[run].items())
         if not known:
             return None
         below = [pair for pair in known if pair[0] <= rows]
@@ -99,60 +104,64 @@ class DraftPlanner:
 
     def has_plain_steps(self, streams: int) -> bool:
         """Whether a step without drafts was measured, which is the unit of c and v."""
-        return streams in self._medians[True]
+        return streams in self._medians["exact"]
 
-    def draft_cost(self, streams: int) -> float | None:
-        """c: the cost of a step in the draft's mode, relative to an exact one."""
-        draft, exact = self.cost(False, streams), self.cost(True, streams)
+    def draft_cost(self, source: Source, streams: int) -> float | None:
+        """c: the cost of a step that drafts, relative to an exact one; of the text it is 0."""
+        if source == "lookup":
+            return 0.0
+        draft, exact = self.cost(source, streams), self.cost("exact", streams)
         return draft / exact if draft and exact else None
 
     def verify_cost(self, streams: int, gamma: float) -> float:
         """v: the cost of verifying gamma drafts of a stream, mean over the streams, relative to an exact step."""
-        exact, verify = self.cost(True, streams), self.cost(True, max(1, round(streams * (gamma + 1))))
+        exact, verify = self.cost("exact", streams), self.cost("exact", max(1, round(streams * (gamma + 1))))
         return verify / exact if exact and verify else 1.0 + ROW_COST * gamma
 
-    def plan(self, streams: int, limit: int, lookup: Callable[[], float] | None, mode: bool) -> DraftPlan:
+    def plan(self, streams: int, limit: int, lookup: Callable[[], float] | None, made: Sequence[Source]) -> DraftPlan:
         """The plan of the next cycle.
 
         limit    drafts that there is room for
         lookup   gives the share of the streams for which the text offers drafts; None: not enabled
-        mode     whether drafts in another mode are enabled
+        made     sources whose drafts are made for every stream; the first is used where the length is fixed
         """
         self._cycle += 1
-        none = DraftPlan("mode" if mode else "lookup", 0)
+        none = DraftPlan(made[0] if made else "lookup", 0)
         limit = min(limit, self._longest if self._gamma is None else self._gamma)
-        if limit < 1 or not (mode or lookup):
+        if limit < 1 or not (made or lookup):
             return none
         offered = lookup() if lookup else 0.0
         if self._gamma is not None:
-            return DraftPlan("lookup" if offered else "mode", limit) if offered or mode else none
-        if self.cost(True, streams) is None:
+            return DraftPlan("lookup" if offered else made[0], limit) if offered or made else none
+        if self.cost("exact", streams) is None:
             return none
         plans = [none]
-        if offered:
-            plans += [self._predicted("lookup", g, streams, offered, 0.0) for g in range(1, limit + 1)]
-        c = self.draft_cost(streams)
-        if mode and c is not None:
-            plans += [self._predicted("mode", g, streams, 1.0, c) for g in range(1, limit + 1)]
+        offers: list[tuple[Source, float]] = [("lookup", offered)] if offered else []
+        for source, share in (*offers, *((each, 1.0) for each in made)):
+            if (c := self.draft_cost(source, streams)) is not None:
+                plans += [self._predicted(source, g, streams, share, c) for g in range(1, limit + 1)]
         best = max(plans, key=lambda plan: plan.speedup)
         if best.speedup >= GAIN:
             return best
-        if offered and self._is_time_to_try(streams, limit, 0.0):
-            return DraftPlan("lookup", min(TRIED, limit))
-        return DraftPlan("mode", min(TRIED, limit)) if mode and self._is_time_to_try(streams, limit, c) else none
+        for source in (*(source for source, _ in offers), *made):
+            if self._is_time_to_try(source, streams, limit):
+                return DraftPlan(source, min(TRIED, limit))
+        return none
 
     def _predicted(self, source: Source, gamma: int, streams: int, offered: float, c: float) -> DraftPlan:
         """`offered`: the share of streams that have drafts; the others run one row each."""
         tokens = offered * expected_tokens(self.acceptance[source].beta, gamma) + 1 - offered
         return DraftPlan(source, gamma, tokens / (gamma * c + self.verify_cost(streams, offered * gamma)))
 
-    def _is_time_to_try(self, streams: int, limit: int, c: float | None) -> bool:
-        """Whether to try a source again: seldom, and never if even drafts that are all accepted would not pay."""
-        if c is not None:
-            hope = max((g + 1) / (g * c + self.verify_cost(streams, g)) for g in range(1, limit + 1))
-            if hope < GAIN:
-                return False
-        if self._cycle < self._probe:
+    def _is_time_to_try(self, source: Source, streams: int, limit: int) -> bool:
+        """Whether to try a source again: until its cost is known, then seldom, and never if even drafts that are all accepted
+        would not pay."""
+        c = self.draft_cost(source, streams)
+        if c is None:
+            return True
+        hope = max((g + 1) / (g * c + self.verify_cost(streams, g)) for g in range(1, limit + 1))
+        at, interval = self._probes[source]
+        if hope < GAIN or self._cycle < at:
             return False
-        self._probe, self._interval = self._cycle + self._interval, min(2 * self._interval, LAST_PROBE)
+        self._probes[source] = self._cycle + interval, min(2 * interval, LAST_PROBE)
         return True

@@ -22,35 +22,41 @@ from edgeq.runtime.decode import Stream
 from edgeq.runtime.sampling import Candidates
 from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.runtime.speculative.drafts import Draft, drafted, forced, looked_up
-from edgeq.runtime.speculative.planner import DraftPlan, DraftPlanner
+from edgeq.runtime.speculative.planner import DraftPlan, DraftPlanner, Source
 from edgeq.runtime.stats import MAX_DRAFT, Speculation
 
-DraftSource = Literal["off", "qspec", "lookup", "both", "auto"]
-DRAFT_SOURCES: tuple[DraftSource, ...] = ("off", "qspec", "lookup", "both", "auto")
+DraftSource = Literal["off", "qspec", "lookup", "mtp", "both", "auto"]
+DRAFT_SOURCES: tuple[DraftSource, ...] = ("off", "qspec", "lookup", "mtp", "both", "auto")
+
+WITH_LAYER: tuple[DraftSource, ...] = ("mtp", "auto")
+"""Sources for which a model is loaded with its layer that drafts."""
 
 
 class Speculator:
     """A Stepper with drafts.
 
-    source   where drafts come from; "auto" is "both" with a gamma that pays; "off": from grammars alone
+    source   where drafts come from; "both" is "qspec" and "lookup", "auto" all that there are; "off": from grammars alone
     gamma    draft length; None: the one with the best predicted speed-up, 0 included
-    mode     of the drafts that the model itself makes
+    mode     of the drafts that the model itself makes; None: it makes none
+    layer    the model runs with its layer that drafts
     """
 
-    def __init__(self, source: DraftSource, gamma: int | None, mode: Mode) -> None:
+    def __init__(self, source: DraftSource, gamma: int | None, mode: Mode | None, layer: bool = False) -> None:
         self.statistics = Speculation()
         self.planner = DraftPlanner(gamma, MAX_DRAFT)
-        self.mode = mode
-        self._looks_up, self._drafts = source in ("lookup", "both", "auto"), source in ("qspec", "both", "auto")
+        self._looks_up, self._mode = source in ("lookup", "both", "auto"), mode
+        by_layer: tuple[Source, ...] = ("mtp",) if layer and source in ("mtp", "auto") else ()
+        by_mode: tuple[Source, ...] = ("mode",) if mode and source in ("qspec", "both", "auto") else ()
+        self._made = by_layer + by_mode
 
     @property
-    def prepares(self) -> bool:
-        """Whether the program has to run in `mode`."""
-        return self._drafts
+    def prepares(self) -> Mode | None:
+        """The mode that the program has to run in too; None: none but its own."""
+        return self._mode if "mode" in self._made else None
 
     def may_draft(self, streams: Sequence[Stream]) -> bool:
         """Whether a cycle of these can have drafts: of its source, or of the grammar that a text is held to."""
-        return self._looks_up or self._drafts or any(stream.sampler.rules.matcher for stream in streams)
+        return self._looks_up or bool(self._made) or any(stream.sampler.rules.matcher for stream in streams)
 
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
         share = streams[0].session.most_logits // len(streams) - 1
@@ -61,7 +67,7 @@ class Speculator:
             offers.extend(looked_up(stream, limit) for stream, limit in zip(streams, limits, strict=True))
             return sum(bool(draft.tokens) for draft in offers) / len(offers)
 
-        plan = self.planner.plan(len(streams), max(limits), offered if self._looks_up else None, self._drafts)
+        plan = self.planner.plan(len(streams), max(limits), offered if self._looks_up else None, self._made)
         sure = [forced(stream, limit) for stream, limit in zip(streams, limits, strict=True)]
         counts = [0 if d.tokens else min(plan.gamma, limit) for d, limit in zip(sure, limits, strict=True)]
         drafts = [d if d.tokens else made for d, made in zip(sure, self._draft(streams, counts, plan, offers), strict=True)]
@@ -93,9 +99,9 @@ class Speculator:
         if plan.source == "lookup":
             return [Draft(d.tokens[:n], d.candidates[:n]) for d, n in zip(offers, counts, strict=True)]
         started = perf_counter()
-        drafts = drafted(streams, counts, self.mode)
+        drafts = drafted(streams, counts, self._mode if plan.source == "mode" else None)
         self.statistics.draft_steps += max(counts)
-        self.planner.record(False, len(streams), (perf_counter() - started) / max(counts))
+        self.planner.record(plan.source, len(streams), (perf_counter() - started) / max(counts))
         return drafts
 
     def _verify(self, streams: Sequence[Stream], drafts: list[Draft]) -> list[NDArray[np.float32]]:
@@ -107,7 +113,7 @@ class Speculator:
             stream.prepare()
         started = perf_counter()
         logits = run_together(items)
-        self.planner.record(True, sum(len(item.tokens) for item in items), perf_counter() - started)
+        self.planner.record("exact", sum(len(item.tokens) for item in items), perf_counter() - started)
         return logits
 
     def _count(self, plan: DraftPlan, draft: Draft, accepted: int, offer: list[int], emitted: list[int]) -> None:
@@ -128,18 +134,21 @@ class Speculator:
         s.tokens += sum(map(len, emitted))
         s.predicted += (plan.speedup - s.predicted) / s.cycles
         if plan.gamma and self.planner.has_plain_steps(streams):
-            s.c = self.planner.draft_cost(streams) if plan.source == "mode" else 0.0
+            s.c = self.planner.draft_cost(plan.source, streams)
             s.v = self.planner.verify_cost(streams, plan.gamma)
         if plan.gamma:
             s.beta = self.planner.acceptance[plan.source].beta
 
 
-def checked_draft(draft: DraftSource, gamma: int | None, exact: Mode, made_for: Mode) -> Speculator | None:
+def checked_draft(
+    draft: DraftSource, gamma: int | None, exact: Mode, made_for: Mode, no_layer: str | None
+) -> Speculator | None:
     """A speculator that drafts from `draft`; None for "off".
 
     exact      mode of what is verified;  made_for: that of the file
+    no_layer   why the model runs without a layer that drafts; None: it runs with it
 
-    InputError: an unknown source, or a gamma out of range.
+    InputError: an unknown source, one that the model does not have, or a gamma out of range.
     """
     if draft not in DRAFT_SOURCES:
         raise InputError(f"draft {draft!r} is not known; supported: {', '.join(DRAFT_SOURCES)}")
@@ -150,9 +159,11 @@ def checked_draft(draft: DraftSource, gamma: int | None, exact: Mode, made_for: 
     cheaper = MODES[MODES.index(exact) + 1 :]
     if draft == "qspec" and not cheaper:
         raise InputError(f"mode {exact} has no cheaper one to draft in; load it with `mode=a16` or a8, or pass `draft=lookup`")
+    if draft == "mtp" and no_layer is not None:
+        raise InputError(no_layer)
     # Where activations of 4 bits are what the file was made for, they are the better draft.
-    mode = made_for if made_for in cheaper else cheaper[0] if cheaper else exact
-    return Speculator("lookup" if draft in ("both", "auto") and not cheaper else draft, gamma, mode)
+    mode = made_for if made_for in cheaper else cheaper[0] if cheaper else None
+    return Speculator(draft, gamma, mode, no_layer is None)
 
 
 def accept(stream: Stream, draft: Draft, logits: NDArray[np.float32]) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.network.delta_net import UNIT_EPS
-from edgeq.targets.family_operations import DeltaRule, ShortConv, SiluConv, SsdScan, padded_head
+from edgeq.targets.family_operations import DeltaRule, RowBefore, ShortConv, SiluConv, SsdScan, padded_head
 from edgeq.targets.host_states import HostSnapshot, HostState, padded_rows, padded_width
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.layers import silu
@@ -79,6 +79,17 @@ def _convolved(context: RunContext, op: ShortConv | SiluConv, rows: Rows, inputs
         if row.snapshot is not None:
             row.snapshot[:] = row.state[np.arange(row.slot - taps + 2, row.slot + 1) % ring]
     return out
+
+
+def row_before(context: RunContext, op: RowBefore, rows: Rows, buffers: State) -> None:
+    out = context.out(buffers, op.out, len(rows))
+    for row in rows_of_state(context, op.state, rows):
+        ring = len(row.state)
+        out[row.row, : op.width] = row.state[(row.slot - 1) % ring]
+        if op.keeps:
+            row.state[row.slot % ring] = buffers[op.x][row.row, : op.width]
+            if row.snapshot is not None:
+                row.snapshot[:] = row.state[row.slot % ring]
 
 
 def delta_rule(context: RunContext, op: DeltaRule, rows: Rows, buffers: State) -> None:

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MODES = ("a16", "a8", "a4")
 TARGETS = ("cuda", "cpu", "reference")
 CACHES = ("file", "f16", "int8", "int4")
-DRAFTS = ("off", "qspec", "lookup", "both", "auto")
+DRAFTS = ("off", "qspec", "lookup", "mtp", "both", "auto")
 WHEN = ("prompt", "drift", "never")
 
 
@@ -212,7 +212,8 @@ DRAFT_OPTIONS = decorated(
         default="off",
         show_default=True,
         help="Draft several tokens and check them in one run. qspec: drafts by the same weights in a cheaper mode; lookup: "
-        "copies of what followed earlier in the text; both; auto: both, where measured to be faster.",
+        "copies of what followed earlier in the text; both; mtp: the model's layer for it (Qwen3.5); auto: whichever is "
+        "measured to be faster.",
     ),
     drafts(
         "--gamma",

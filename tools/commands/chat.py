@@ -57,7 +57,7 @@ def chat(
 
     UnsupportedError: the model has no chat template and none is passed.
     """
-    loaded = load(model, read_template(chat_template), options)
+    loaded = load(model, read_template(chat_template), options, draft=draft)
     if loaded.template is None:
         raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
     if options["seed"] is None:

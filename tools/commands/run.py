@@ -22,7 +22,7 @@ from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import MAX_TOKENS
 from edgeq.runtime.network.vision import vision_of
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
-from edgeq.runtime.speculative.speculator import DraftSource
+from edgeq.runtime.speculative.speculator import WITH_LAYER, DraftSource
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.system import machine
 from edgeq.text.chat_template import ChatTemplate
@@ -84,7 +84,7 @@ def run(
     if options["context"] is None:
         visual = most_visual(model, len(images), options["image_tokens"])
         options["context"] = context_for(model, text, messages if chat else None, template, tokens + visual)
-    loaded = load(model, template, options, sees=bool(images))
+    loaded = load(model, template, options, sees=bool(images), draft=draft)
     pictures = [loaded.read_image(path) for path in images]
     sampling, label = sampling_of(loaded, options, chat)
     settings: dict[str, Any] = {
@@ -259,9 +259,16 @@ def read_template(chat_template: Path | None) -> str | None:
     return None if chat_template is None else utf8(read_bytes(chat_template), str(chat_template))
 
 
-def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: bool = False, embeds: bool = False) -> Model:
+def load(
+    model: Path,
+    chat_template: str | None,
+    options: dict[str, Any],
+    sees: bool = False,
+    embeds: bool = False,
+    draft: DraftSource = "off",
+) -> Model:
     """The model, loaded with those of `options` that Model.load takes; `sees`: with its vision tower compiled; `embeds`: it may
-    be one that embeds texts.
+    be one that embeds texts; `draft`: where its drafts will come from.
 
     InputError: it has no tower, or embeds texts.
     """
@@ -275,7 +282,7 @@ def load(model: Path, chat_template: str | None, options: dict[str, Any], sees: 
     if most > cores:
         note(f"{most} threads on {cores} core{'s' * (cores > 1)}: they wait for each other; -t auto is faster")
     with compilation() as report:
-        given = {name: options[name] for name in LOAD}
+        given = {name: options[name] for name in LOAD} | {"draft_layer": draft in WITH_LAYER}
         adapter = options.get("adapter")
         loaded = Model.load(model, chat_template=chat_template, adapter=adapter, on_progress=report, **given)
         if sees:

@@ -55,7 +55,7 @@ def serve(
         prepare_folder(made.prompt_cache)
     sockets = bound(made)
     # Weights that were rounded for one prompt would be wrong for the others of a run.
-    loaded = load(model, read_template(chat_template), options | {"requantization": NEVER}, embeds=True)
+    loaded = load(model, read_template(chat_template), options | {"requantization": NEVER}, embeds=True, draft=made.draft)
     note(f"runs on  {loaded.description}")
     made = replace(made, adapters=adapted(loaded, folders))
     warm(loaded)

@@ -158,7 +158,7 @@ PROFILE_OPTIONS = decorated(
         "drafts",
         type=Several(OneOf(*DRAFTS)),
         metavar="NAME,NAME",
-        help="Continue held-out code with drafts, and with off without: off, qspec, lookup, both or auto.",
+        help="Continue held-out code with drafts, and with off without: off, qspec, lookup, mtp, both or auto.",
     ),
     drafts("--gamma", type=Gamma(), metavar="auto|N", default="auto", show_default=True, help="Draft length, 1 to 7 tokens."),
     tests(

@@ -10,11 +10,12 @@ from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.simd import LANES
 from edgeq.targets.cpu.kernels.rows import delta_rule as rule
 from edgeq.targets.cpu.kernels.rows import norms
+from edgeq.targets.cpu.kernels.rows import row_before as before
 from edgeq.targets.cpu.kernels.rows import short_conv as kernels
 from edgeq.targets.cpu.kernels.rows import ssd_scan as scan
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
-from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, ShortConv, SiluConv, SsdScan, padded_head
+from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, RowBefore, ShortConv, SiluConv, SsdScan, padded_head
 from edgeq.targets.host_states import padded_width
 
 
@@ -35,6 +36,16 @@ def short_conv(context: Context, o: ShortConv | SiluConv) -> None:
     gated = int(isinstance(o, ShortConv))
     variant = kernel(kernels.short_conv, weight.shape[1], gated, int(biased is not None))
     context.emit(variant, args, parts=channel_parts(o.width))
+    context.invalidate(o.out)
+
+
+def row_before(context: Context, o: RowBefore) -> None:
+    (out, out_stride), (x, x_stride) = context.place(o.out), context.place(o.x) if o.keeps else (0, 0)
+    args = before.RowBeforeArgs(
+        **context.state_args(o.state), x=x, x_stride=x_stride, out=out, out_stride=out_stride, width=o.width,
+        row_bytes=4 * padded(o.width),
+    )  # fmt: skip
+    context.emit(kernel(before.row_before, int(o.keeps)), args, parts=channel_parts(o.width))
     context.invalidate(o.out)
 
 

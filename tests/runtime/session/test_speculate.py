@@ -337,13 +337,13 @@ def paced(beta: float, c: float, v: float, cycles: int = 400) -> tuple[DraftPlan
     """Gammas that are chosen where a plain step takes 1, a draft step c and each further row of a verification v."""
     pace, random, gammas = DraftPlanner(None, MAX_DRAFT), np.random.default_rng(1), []
     for _ in range(cycles):
-        plan = pace.plan(1, MAX_DRAFT, None, True)
+        plan = pace.plan(1, MAX_DRAFT, None, ("mode",))
         gammas.append(plan.gamma)
         if plan.gamma:
-            pace.record(False, 1, c)
+            pace.record("mode", 1, c)
             accepted = int(np.argmin(np.append(random.random(plan.gamma) < beta, False)))
             pace.acceptance["mode"].count(accepted, plan.gamma)
-        pace.record(True, plan.gamma + 1, 1 + v * plan.gamma)
+        pace.record("exact", plan.gamma + 1, 1 + v * plan.gamma)
     return pace, gammas
 
 

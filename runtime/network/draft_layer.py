@@ -1,0 +1,107 @@
+"""The layer that drafts tokens (multi-token prediction): how it runs beside a decoder, and alone to draft.
+
+Of the token at slot t and the decoder's state h of the slot before, after the last norm, it makes the logits of the token after
+it:  x = embedding(norm(table[token])) + hidden(norm(h)), a layer of the decoder's kind with a cache layer of its own, a norm,
+the decoder's head (DeepSeek-V3, arXiv 2412.19437, section 2.2).  What its own norm gives stands for h when it drafts on.
+
+Beside the decoder only its keys and values are computed, of all rows; h of the last one is kept in a state, so that sessions go
+on from there, rewind, fork and are saved as those of any model.  Slot 0, whose token has no state before it, is seen by no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from edgeq.format.container import ModelFile
+from edgeq.format.metadata import Metadata
+from edgeq.network.draft_stack import DraftStack
+from edgeq.runtime.network.block_parts import norm
+from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, decoder, embedding, mlp_block
+from edgeq.targets.family_operations import RowBefore, SoftCap
+from edgeq.targets.graph import CacheWrite, Graph, HeadNorm, Linear, Operation, RmsNorm, RopeRotate, Select
+from edgeq.targets.states import StateSpec
+from edgeq.targets.target import OnProgress, Program, Target, no_progress
+
+BEFORE = "hidden before"
+"""The buffer of the decoder's state of the slot before."""
+
+
+def draft_stack(metadata: Metadata) -> DraftStack:
+    draft = metadata.config.draft
+    assert draft is not None
+    return draft
+
+
+def drafting_decoder(metadata: Metadata, context: int = 0) -> Graph:
+    """The graph of a decoder, beside which the layer that drafts writes its keys and values."""
+    graph, draft, width = decoder(metadata, context, all_rows=True), draft_stack(metadata), metadata.config.hidden_size
+    at = next(i for i, o in enumerate(graph.operations) if isinstance(o, Select))
+    _, last_norm, head, *cap = graph.operations[at:]
+    assert isinstance(last_norm, RmsNorm) and isinstance(head, Linear)
+    operations: list[Operation] = [*graph.operations[:at], replace(last_norm, out="hidden")]
+    operations.append(RowBefore(-1, "hidden", width, BEFORE, len(graph.states)))
+    operations += joined(metadata, draft)
+    operations += keys_and_values(attention_block(metadata, draft, 0, context, cache=len(graph.cache)))
+    operations += [Select(-1, ("hidden",)), replace(head, x="hidden"), *cap]
+    return replace(
+        graph,
+        buffers=graph.buffers | {"hidden": width, BEFORE: width},
+        operations=tuple(operations),
+        cache=(*graph.cache, cache_of(draft, 0)),
+        states=(*graph.states, StateSpec("tail", (1, width))),
+    )
+
+
+def drafting_layer(metadata: Metadata, context: int, beside: Graph) -> Graph:
+    """The graph of the layer alone, over pages and states of `beside`; its rows have a span: from slot 1 to their own."""
+    config, draft, width = metadata.config, draft_stack(metadata), metadata.config.hidden_size
+    state, cap = len(beside.states) - 1, config.final_logit_softcapping
+    operations: list[Operation] = [RowBefore(-1, BEFORE, width, BEFORE, state, keeps=False), *joined(metadata, draft)]
+    operations += attention_block(metadata, draft, 0, context, cache=len(beside.cache) - 1, span=0)
+    operations += mlp_block(metadata, draft, 0)
+    operations.append(norm(metadata, draft, -1, "x", f"{draft.prefix}norm", "normed"))
+    # What was before is not read any more.
+    operations.append(RowBefore(-1, "normed", width, BEFORE, state))
+    operations += [Select(-1, ("normed",)), Linear(-1, "normed", metadata.linears["head"], "logits")]
+    operations += [SoftCap(-1, "logits", cap)] if cap is not None else []
+    buffers = buffer_widths(draft) | {BEFORE: width, "logits": config.vocab_size}
+    return replace(beside, buffers=buffers, operations=tuple(operations))
+
+
+def joined(metadata: Metadata, draft: DraftStack) -> Iterator[Operation]:
+    """x = embedding(norm(table[token])) + hidden(norm(the state before))."""
+    linears, p = metadata.linears, draft.prefix
+    yield from embedding(metadata)
+    yield norm(metadata, draft, 0, "x", f"{p}embedding_norm", "normed")
+    yield Linear(0, "normed", linears[f"{p}embedding"], "x")
+    yield norm(metadata, draft, 0, BEFORE, f"{p}hidden_norm", "normed")
+    yield Linear(0, "normed", linears[f"{p}hidden"], "x", add=True)
+
+
+def keys_and_values(block: Iterator[Operation]) -> Iterator[Operation]:
+    """What a block of attention does until its keys and values are in the cache, but for its queries, which begin a row."""
+    for operation in block:
+        if isinstance(operation, (HeadNorm, RopeRotate)) and operation.offset == 0:
+            continue
+        yield operation
+        if isinstance(operation, CacheWrite):
+            return
+
+
+def compiled(
+    file: ModelFile, target: Target, program: Program, graph: Graph, context: int, on_progress: OnProgress = no_progress
+) -> Program:
+    """The layer alone, beside the `program` of `graph`: a run has a row of every session that drafts."""
+    options = replace(program.options, max_rows=program.options.max_logits, cache_bytes=0)
+    return target.compile(drafting_layer(file.metadata, context, graph), file, options, on_progress)
+
+
+def no_layer(file: ModelFile) -> str:
+    """Why a model of `file` that was loaded without its layer that drafts cannot draft by it."""
+    if file.metadata.config.draft_layers:
+        return "the model runs without its layer that drafts; load it with `draft_layer=True`"
+    return (
+        f"{file.path.name} has no layer that drafts (multi-token prediction: mtp.* in checkpoints of Qwen3.5); "
+        "choose `draft=lookup`"
+    )
