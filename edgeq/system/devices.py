@@ -119,6 +119,8 @@ DEVICES = {
         DeviceSpec("snapdragon-x-elite", "neon-i8mm", 12, 16 * GIB, 135.2 * GB),
         # Two channels of DDR4-3200.
         DeviceSpec("x86-avx2", "avx2", 8, 16 * GIB, 51.2 * GB),
+        # Two channels of LPDDR5-5200: a laptop with Alder Lake or Raptor Lake, 4 fast cores and 8 small ones.
+        DeviceSpec("x86-avx-vnni", "avx-vnni", 12, 16 * GIB, 83.2 * GB),
         # Two channels of DDR5-5600.
         DeviceSpec("x86-avx512-vnni", "avx512-vnni", 8, 32 * GIB, 89.6 * GB),
         DeviceSpec("rtx-3060", "sm_86", 0, 12 * GIB, 360 * GB, multiprocessors=28),

@@ -95,7 +95,7 @@ def jobs_for(device: DeviceSpec, graph: Graph, file: ModelFile, options: Options
 
 def _isas(chosen: processor.Processor, name: str | None) -> Iterator[Isa]:
     """Those that the device may choose: the best that its processor has, and what is better if a measurement says so."""
-    found = [isa for isa in all_isas() if (not isa.machines or chosen.arch in isa.machines) and not isa.needs - chosen.features]
+    found = [isa for isa in all_isas() if isa.runs_on(chosen.arch, chosen.features)]
     if name is not None:
         named = [isa for isa in found if isa.name == name]
         if not named:

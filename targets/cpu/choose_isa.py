@@ -23,8 +23,8 @@ def choose(name: str | None = None, on_measure: OnMeasure = lambda: None) -> tup
     if name is not None:
         for isa in isas:
             if isa.name == name:
-                if missing := sorted(isa.needs - features):
-                    here = ", ".join(i.name for i in isas if not i.needs - features)
+                if missing := isa.missing(features):
+                    here = ", ".join(i.name for i in isas if not i.missing(features))
                     raise UnsupportedError(
                         f"isa {name} needs {', '.join(missing)}, which this processor does not have; it can run {here}"
                     )
@@ -34,7 +34,7 @@ def choose(name: str | None = None, on_measure: OnMeasure = lambda: None) -> tup
     for isa in isas:
         if isa.machines and machine.cpu().arch not in isa.machines:
             continue
-        missing = sorted(isa.needs - features)
+        missing = isa.missing(features)
         if not missing and (not isa.winograd or probes.winograd_gain(on_measure) >= MIN_GAIN):
             return isa, "the best this processor has" if not passed else "; ".join(passed)
         if not (isa.winograd or isa.matrix_unit):

@@ -22,7 +22,7 @@ class CpuHardware(Hardware):
             InstructionSet(
                 isa.name,
                 isa.label,
-                tuple(sorted(isa.needs - features)),
+                tuple(isa.missing(features)),
                 _refusal(isa.name),
                 reason if isa.name == chosen.name else None,
             )

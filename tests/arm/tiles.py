@@ -105,6 +105,15 @@ def in_store(quads: np.ndarray, isa: str, case: TileCase) -> np.ndarray:
     return np.stack([quads, quads + 128 >> 8], axis=2).astype(np.int8)
 
 
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at a multiple of 64 bytes, where all arrays of a file and of the threads lie."""
+    room = np.zeros(array.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.ndarray, np.ndarray]:
     """What the tile gives for the last of three blocks and what it should, f32 and f64 [tokens, 16].
 
@@ -145,20 +154,15 @@ def product(function: Any, isa: str, case: TileCase, extreme: bool) -> tuple[np.
         "super_scales": pack_groups(row_scale),
         "room": np.zeros(ROOM + 1024 * chunks, np.uint8),
     }  # fmt: skip
-    places, kept = dict[str, int](), []
-    for name, array in arrays.items():
-        room = np.zeros(array.nbytes + 64, np.uint8)
-        start = -room.ctypes.data % 64
-        room[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-        places[name] = room.ctypes.data + start
-        kept.append(room)
+    kept = {name: aligned(array) for name, array in arrays.items()}
+    places = {name: array.ctypes.data for name, array in kept.items()}
     of_group = arrays["scales"].nbytes // (arrays["scales"].shape[0] * groups)
     args = ProductArgs(
         **places, x_stride=0, x_blocks=blocks, chunks=chunks, chunks_per_block=max(1, block // CHUNK),
         weights_block=64 * bits * chunks, scales_block=of_group * groups, scales_step=of_group if size else 0, super_block=32,
         output_channels=ROWS, group_blocks=1, y=0, y_stride=0, scratch=0,
     )  # fmt: skip
-    record, out = np.array(args.record(), np.int64), np.zeros((tokens, 16), np.float32)
+    record, out = np.array(args.record(), np.int64), aligned(np.zeros((tokens, 16), np.float32))
     function(record.ctypes.data, 2, 0, out.ctypes.data)
     step = columns // groups
     center = np.repeat(

@@ -194,7 +194,7 @@ def test_an_instruction_set_of_another_processor_names_those_of_this_one(edgeq: 
     from edgeq.targets.cpu.isa import all_isas
 
     for isa in all_isas():
-        if isa.needs - cpu().features:
+        if isa.missing(cpu().features):
             words = [f"isa {isa.name} needs", "this processor does not have", "can run", "portable"]
             refused(edgeq("run", demo, "-p", "x", "--target", "cpu", "--isa", isa.name), *words)
 

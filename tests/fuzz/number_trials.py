@@ -28,9 +28,7 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.target import Options
 
 Logits = NDArray[np.float32]
-HERE = [
-    i.name for i in all_isas() if i.needs <= machine.cpu().features and (not i.machines or machine.cpu().arch in i.machines)
-]
+HERE = [isa.name for isa in all_isas() if isa.runs_on(machine.cpu().arch, machine.cpu().features)]
 LENGTHS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 23)
 """Tokens of a prompt: tiles of 12, 4 and 1, alone and together, whole and not."""
 DECODED = 2

@@ -22,11 +22,7 @@ from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options, Program
 from edgeq.targets.times import StepTimes
 
-HERE = [
-    isa.name
-    for isa in all_isas()
-    if not isa.needs - machine.cpu().features and (not isa.machines or machine.cpu().arch in isa.machines)
-]
+HERE = [isa.name for isa in all_isas() if isa.runs_on(machine.cpu().arch, machine.cpu().features)]
 """Instruction sets of the cpu target that this machine has."""
 
 

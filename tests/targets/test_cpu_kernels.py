@@ -6,7 +6,9 @@ import pytest
 from edgeq.errors import ResourceError, UnsupportedError
 from edgeq.format.codec import Codec, pack_floats
 from edgeq.format.records import KvCodec, LinearSpec, Weight
+from edgeq.system import machine
 from edgeq.targets import load
+from edgeq.targets.cpu import probes
 from edgeq.targets.cpu.choose_isa import choose
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.graph import (
@@ -184,8 +186,6 @@ def test_unknown_instruction_set_is_refused_by_name():
 
 
 def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(monkeypatch):
-    from edgeq.system import machine
-
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("old", "x86_64", frozenset({"avx2", "fma", "f16c"}), 1))
     with pytest.raises(UnsupportedError, match="avx512-vnni needs .*avx512_vnni"):
         choose("avx512-vnni")
@@ -195,11 +195,24 @@ def test_instruction_set_the_processor_lacks_is_refused_with_what_is_missing(mon
     assert choose()[0].name == "portable" == all_isas()[-1].name
 
 
+def test_vnni_of_avx_is_chosen_where_it_is_and_runs_where_avx512_has_it(monkeypatch):
+    def on(*more):
+        monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", frozenset({"avx2", "fma", "f16c", *more}), 1))
+
+    on("avx_vnni")
+    assert choose()[0].name == "avx-vnni"
+    on("avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni")
+    monkeypatch.setattr(probes, "winograd_gain", lambda on_measure: 1.0)
+    assert choose()[0].name == "avx512-vnni"
+    on("avx512_vnni", "avx512vl")
+    assert choose("avx-vnni")[0].name == "avx-vnni"
+    on("avx512_vnni")
+    with pytest.raises(UnsupportedError, match="isa avx-vnni needs avx_vnni, which .* it can run avx2, portable"):
+        choose("avx-vnni")
+
+
 @pytest.mark.parametrize(("gain", "name"), [(1.2, "avx512-pairs"), (1.0, "avx512-vnni")])
 def test_products_go_by_pairs_of_channels_where_that_was_measured_to_be_faster(gain, name, monkeypatch):
-    from edgeq.system import machine
-    from edgeq.targets.cpu import probes
-
     features = frozenset.union(*(isa.needs for isa in all_isas() if "x86_64" in isa.machines and not isa.matrix_unit))
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("some", "x86_64", features, 1))
     monkeypatch.setattr(probes, "winograd_gain", lambda on_measure: gain)

@@ -24,6 +24,7 @@ class Avx2(Isa):
     needs = frozenset({"avx2", "fma", "f16c"})
 
     panels = True
+    sums_16 = True
 
     def dot8(self, b: Any, accumulator: Any, quads: Sequence[Any], tokens: Sequence[Any], bits: int) -> Any:
         run = self.run(bits)

@@ -18,6 +18,7 @@ class Avx512Vnni(Isa):
     label = "AVX-512 VNNI"
     lanes = 16
     tiles = (12, 4, 1)
+    chains = 4
     blocks_per_tile = 2
     prefetch_distances = X86_PREFETCH_DISTANCES
     folds_indices = True

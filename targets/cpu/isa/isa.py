@@ -12,7 +12,7 @@ Between: a Zen 3 reads matrices of 0.2 to 1 MB, in groups of 32, 4 % faster than
 
 def by_chunks(isa: Isa) -> bool:
     """Whether what it multiplies is measured as panels of 16-bit sums do it, a chunk at a time."""
-    return isa.panels and not isa.signs
+    return isa.sums_16 and not isa.signs
 
 
 class Isa(Protocol):
@@ -24,6 +24,7 @@ class Isa(Protocol):
     label       what people call it; sets that need the same instructions share it
     lanes       rows of a block that one vector holds: 16, or 8 or 4 and a block takes two or four
     tiles       tokens multiplied at once, largest first, ending in 1: what the registers hold
+    chains      sums for each vector of rows of a token alone, which has no other to hide the latency of a dot product behind
     blocks_per_tile  neighbouring blocks that share what is loaded of the tokens, where one alone leaves registers free
     prefetch_distances  how many bytes ahead weights may be asked for into the second-level cache, of which a probe chooses; the
                      first where nothing is measured.  Empty leaves that to the processor
@@ -33,10 +34,10 @@ class Isa(Protocol):
     winograd    whether products of 4-bit weights and 8-bit activations go by Winograd's method (winograd.py)
     shifts_bytes  whether one instruction shifts every byte of a vector
     folds_indices  whether `looked_up` takes no notice of bits 4 to 6 of an index
-    panels      whether products with several rows unpack weights first, once for all of a panel (panel_matmul.py); then also
-                `run`, `pairs16` and `widened`, of which `dot8` is made, or `signed` with `dot_signed` or `dot_octets`
-    signs       whether what is unpacked becomes int8 then (quad_tile.py)
-    sums_16     whether `dot_signed` adds products in 16 bits first
+    panels      whether products with several rows unpack weights first, once for all of a panel (panel_matmul.py)
+    signs       whether what is unpacked becomes int8 then; then also `signed` with `dot_signed` or `dot_octets`
+    sums_16     whether products are added up in 16 bits first: within `dot_signed` where the set `signs`, else by `run`,
+                `pairs16` and `widened`, of which `dot8` is made
     octets      whether one instruction multiplies two tokens by two rows, eight channels of each (octet_tile.py)
     """
 
@@ -46,6 +47,7 @@ class Isa(Protocol):
     tiles: tuple[int, ...]
     machines: frozenset[str]
     needs: frozenset[str]
+    chains: int = 1
     blocks_per_tile: int = 1
     prefetch_distances: tuple[int, ...] = ()
     matrix_unit: bool = False
@@ -56,6 +58,14 @@ class Isa(Protocol):
     signs: bool = False
     sums_16: bool = False
     octets: bool = False
+
+    def missing(self, features: frozenset[str]) -> list[str]:
+        """What a processor with these features lacks, in alphabetical order."""
+        return sorted(self.needs - features)
+
+    def runs_on(self, arch: str, features: frozenset[str]) -> bool:
+        """Whether a processor of this architecture, as `platform.machine()` says, runs its code."""
+        return (not self.machines or arch in self.machines) and not self.missing(features)
 
     def offset(self, bits: int) -> int:
         """What `dot8` subtracts from every weight before it multiplies; the tile adds it back through the sum of x."""

@@ -16,6 +16,7 @@ class Portable(Isa):
     label = "any processor"
     lanes = 16
     tiles = (4, 1)
+    chains = 4
     folds_indices = True
     machines: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()

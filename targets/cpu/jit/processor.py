@@ -74,12 +74,15 @@ _ARM = ("aarch64", "aarch64-unknown-linux-gnu")
 _X86 = ("x86_64", "x86_64-unknown-linux-gnu")
 # As /proc/cpuinfo spells what LLVM takes for granted at this level ("abm" is lzcnt).
 _V3 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "cx16", "f16c", "fma", "lahf_lm", "movbe", "popcnt", "sse4_2", "xsave"})
+# As /proc/cpuinfo spells what no such level has -> LLVM's flag.
+_FLAGS = {"avx_vnni": "+avxvnni", "avx512_vnni": "+avx512vnni"}
 # Instruction set of a device -> architecture, and as little of it as every such processor has.
 _OF_ISA = {
     "neon": (*_ARM, frozenset({"asimd"}), "cortex-a72"),
     "neon-dotprod": (*_ARM, frozenset({"asimd", "dotprod", "fp16", "lse", "rdm"}), "cortex-a76"),
     "neon-i8mm": (*_ARM, frozenset({"asimd", "dotprod", "fp16", "i8mm", "lse", "rdm"}), "cortex-a76"),
     "avx2": (*_X86, _V3, "x86-64-v3"),
+    "avx-vnni": (*_X86, _V3 | {"avx_vnni"}, "x86-64-v3"),
     "avx512-vnni": (*_X86, _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}, "x86-64-v4"),
 }
 
@@ -98,7 +101,7 @@ def of_device(device: DeviceSpec) -> Processor:
 def of_isa(isa: str) -> Processor:
     """The processor that devices of one of ISAS have at least."""
     arch, triple, features, name = _OF_ISA[isa]
-    flags = settings(features, name)[1] if arch == "aarch64" else "+avx512vnni" if "avx512_vnni" in features else ""
+    flags = settings(features, name)[1] if arch == "aarch64" else ",".join(_FLAGS[each] for each in _FLAGS if each in features)
     return Processor(arch, features, triple, name, flags)
 
 

@@ -163,6 +163,6 @@ def test_a_damaged_pack_installs_nothing(made: KernelSet, model: ModelFile, tmp_
 
 def test_kernels_are_for_processors_not_for_gpus() -> None:
     with pytest.raises(
-        InputError, match="computes on a GPU .sm_89.; kernels are compiled for neon, neon-dotprod, neon-i8mm, avx2, avx512-vnni"
+        InputError, match="computes on a GPU .sm_89.; kernels are compiled for neon, neon-dotprod, neon-i8mm, avx2, avx-vnni"
     ):
         of_device(DEVICES["rtx-4090"])

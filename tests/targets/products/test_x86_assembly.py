@@ -1,24 +1,19 @@
 """The machine code that LLVM makes of tiles for AVX2, compiled on whatever runs the tests."""
 
-import re
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 
-import llvmlite.binding as llvm
 import pytest
-from llvmlite import ir
 
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.avx2 import Avx2
-from edgeq.targets.cpu.isa.isa import by_chunks
 from edgeq.targets.cpu.kernels.args import CHUNKS, ONE_CHUNK
 from edgeq.targets.cpu.kernels.panels.panel_tile import PanelTile, center_of
 from edgeq.targets.cpu.kernels.products.groups import OFFSET, SYMMETRIC, ZERO
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
 from edgeq.targets.cpu.lowering.activations import MAX_A16
+from tests.targets.products.x86_code import compiled, inner
 
-TRIPLE = "x86_64-unknown-linux-gnu"
 CPUS = ("x86-64-v3", "haswell", "alderlake", "znver2", "znver3")
 """Each has its own model of what takes how long, by which the compiler orders instructions."""
 TOKENS, PRODUCTS = Avx2.tiles[0], 16 * 32 * Avx2.tiles[0]
@@ -36,34 +31,6 @@ def code(bits: int, mode16: int, cpu: str = CPUS[0]) -> list[str]:
 def code_of_decode(bits: int, kind: int, cpu: str = CPUS[0]) -> list[str]:
     """The same of a token alone, whose activation blocks are one chunk; `kind`: of groups.py."""
     return compiled(IntegerTile(IntegerWeights(isa_index(Avx2()), bits, 0, kind, ONE_CHUNK), 1).emit, 5, cpu)
-
-
-def compiled(emit: Callable[..., None], arguments: int, cpu: str) -> list[str]:
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    module = ir.Module("tile")
-    module.triple = TRIPLE
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments), "tile")
-    builder = ir.IRBuilder(function.append_basic_block())
-    emit(builder, *function.args)
-    builder.ret_void()
-    target = llvm.Target.from_triple(TRIPLE).create_target_machine(cpu=cpu, opt=3)
-    parsed = llvm.parse_assembly(str(module))
-    passes = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(parsed, passes)
-    lines = [line.split("#")[0].strip() for line in str(target.emit_assembly(parsed)).splitlines()]
-    return [line for line in lines if line and not re.match(r"\.(?!L)", line)]
-
-
-def inner(lines: list[str]) -> list[str]:
-    """The loop over chunks, or over blocks of one: the only block that branches to itself."""
-    start = 0
-    for i, line in enumerate(lines):
-        if line.endswith(":"):
-            start = i
-        elif line.startswith("j") and line.split()[-1] + ":" == lines[start]:
-            return lines[start + 1 : i + 1]
-    raise ValueError("there is no loop")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +82,7 @@ def test_a_token_alone_adds_up_a_chunk_in_one_pass(kind: int, cpu: str) -> None:
 
 def test_sums_of_16_bits_cannot_overflow() -> None:
     for isa in all_isas():
-        for bits in range(2, 8) if by_chunks(isa) or isa.sums_16 else ():
+        for bits in range(2, 8) if isa.sums_16 else ():
             assert isa.run(bits) * 2 * 128 * ((1 << bits) - 1) <= 1 << 15
 
 

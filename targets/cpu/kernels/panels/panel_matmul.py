@@ -1,11 +1,11 @@
 """Packed integers times many tokens, weights unpacked first: where a dot product is several instructions, or one multiplies
-two rows by two tokens.
+two rows by two tokens; and where registers are few (AVX-VNNI).
 
 A block of weights, some hundred channels of it, is unpacked into the first-level cache, once for a panel of tokens, which then
 pass by in tiles.  So a tile has all registers for its sums:
 
     8-bit activations       a byte for every weight; products of a chunk are added up in 16 bits, `Isa.run` quads at a time, and
-                            then in 32; on NEON int8, by `sdot` in 32 at once (quad_tile.py)
+                            then in 32; on NEON int8; by `sdot` and `vpdpbusd` in 32 at once (quad_tile.py)
     of 16 bits, or weights  16 bits for every weight, even and odd channels of a quad apart; half as many multiplications and
     too large for that      more additions (panel_tile.py)
     octets                  a byte for every weight, eight channels of two rows side by side, and activations in the same order
@@ -20,6 +20,7 @@ from typing import Any
 
 from edgeq.format.codec import CHUNK, LINE, ROWS
 from edgeq.targets.cpu.isa import all_isas
+from edgeq.targets.cpu.isa.isa import by_chunks
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vsplat, vstore
@@ -68,7 +69,7 @@ def octet_bytes(weights: IntegerWeights) -> int:
 
 
 def tile_of_panel(weights: IntegerWeights, tokens: int) -> PanelTile:
-    kind = OctetTile if weights.octets else QuadTile if all_isas()[weights.isa].signs else PanelTile
+    kind = OctetTile if weights.octets else PanelTile if by_chunks(all_isas()[weights.isa]) else QuadTile
     return kind(weights, tokens)
 
 

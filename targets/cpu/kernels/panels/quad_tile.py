@@ -1,13 +1,14 @@
-"""The tile of panel_matmul.py on NEON: unpacked quads of int8, four rows by four channels, times a few tokens.
+"""The tile of panel_matmul.py on NEON and AVX-VNNI: unpacked quads of bytes, as many rows as a vector has, times a few tokens.
 
-With `sdot` every quad of the block meets every token while it is in a register: 16 vectors of sums, a load for four of them.
-Without, sums of 16 bits need two registers for a vector of rows, so tokens come one after the other: 8 registers hold what
-a chunk of theirs has in all lanes, two the sums, and weights are read again, which costs nothing beside a multiplication a
-cycle.
+With dot products (`sdot`, `vpdpbusd`) every quad of the block meets every token while it is in a register: 16 vectors of sums
+and a load for four of them, or 8 and a load for four.  Without, on NEON, sums of 16 bits need two registers for a vector of
+rows, so tokens come one after the other: 8 registers hold what a chunk of theirs has in all lanes, two the sums, and weights
+are read again, which costs nothing beside a multiplication a cycle.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,14 @@ class QuadTile(PanelTile):
         return super()._slots(b, chains) if self.isa.sums_16 else IntegerTile._slots(self, b, chains)
 
     def _as_stored(self, b: Any, quads: list[Any]) -> list[Any]:
-        return [self.isa.signed(b, quad, self.bits) for quad in quads]
+        return [self.isa.signed(b, quad, self.bits) for quad in quads] if self.isa.signs else quads
+
+    def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
+        if not self.isa.signs:
+            # Of one token after the other the compiler would finish the products late, with their factors put aside.
+            for slots in itertools.chain.from_iterable(sums):
+                b.store(opaque(b, b.load(slots[0]), True), slots[0])
+        super()._finish(b, index, addresses, sums, floats)
 
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
         if self.pairs:
@@ -35,6 +43,9 @@ class QuadTile(PanelTile):
             return
         (byte,) = which
         weights, tokens = at(b, w[0], chunk, BYTES_OF_CHUNK), at(b, x, chunk, QUADS * self.quad_bytes)
+        if which != self.passes[0] and not self.isa.signs:
+            # Sixteen registers do not keep them from pass to pass: read again, where the compiler would put them aside.
+            weights = opaque(b, weights)
 
         def values(t: int, of_quads: Iterable[int]) -> list[Any]:
             return [self._broadcast(b, tokens, self.bytes * (j * self.tokens + t) + byte) for j in of_quads]
@@ -44,8 +55,8 @@ class QuadTile(PanelTile):
             return [load(b, plus(b, weights, LINE * j + self.width * part), vector, self.width) for j in of_quads]
 
         def add(part: int, t: int, quads_of_part: list[Any], quads_of_token: list[Any]) -> None:
-            slot = sums[part][t][0]
-            b.store(self.isa.dot_signed(b, b.load(slot), quads_of_part, quads_of_token, self.bits), slot)
+            slot, dot = sums[part][t][0], self.isa.dot_signed if self.isa.signs else self.isa.dot8
+            b.store(dot(b, b.load(slot), quads_of_part, quads_of_token, self.bits), slot)
 
         if self.isa.sums_16:
             for t in range(self.tokens):

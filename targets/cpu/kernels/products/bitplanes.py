@@ -45,11 +45,13 @@ def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes:
 class Unpacker:
     """Emits the integers that are multiplied: those that are stored, or what a table has for them.
 
-    kind   of groups.py
+    kind         of groups.py
+    all_at_once  whether no quad of a chunk is done before most are begun
     """
 
     def __init__(self, isa: Isa, bits: int, kind: int) -> None:
         self.isa, self.bits, self.kind, self.width = isa, bits, kind, 4 * isa.lanes
+        self.all_at_once = len(PLANES[bits]) > 1 or kind == TRELLIS
         self.center = 1 << (TABLES[kind] - 1) if kind in TABLES else 0
 
     def table(self, b: Any, record: Any, block: Any) -> Any:

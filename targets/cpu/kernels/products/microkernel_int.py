@@ -46,13 +46,12 @@ from llvmlite import ir
 
 from edgeq.format.codec import LINE, QUADS, ROWS
 from edgeq.targets.cpu.isa import all_isas
-from edgeq.targets.cpu.isa.isa import by_chunks
 from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import F32, I16, I32, I64, constant, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, ONE_CHUNK, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products.bitplanes import Unpacker
 from edgeq.targets.cpu.kernels.products.groups import Groups, multiplied_bits
-from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, plus
+from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, opaque, plus
 
 MAX_INT32_CHANNELS = 1 << 16
 """Channels of which an int32 holds the sum of products of 8 by 8 bits."""
@@ -112,10 +111,12 @@ class IntegerTile:
         # Vectors of the tokens of a tile, of whole rows.
         self.row_factors: Any = None
         self.row_sums: Any = None
-        # One token alone has no other to hide the latency of a dot product behind, unless a block takes four vectors; integer
-        # sums may be split freely.  Those of each byte.
-        alone = tokens == 1 and self.parts < 4 and not by_chunks(isa)
-        self.chains = 4 // len(self.passes[0]) if alone else 1
+        # Sixteen registers, and products added up in all vectors of a block at once.
+        self.few_registers = isa.lanes == 8 and not isa.sums_16
+        # Integer sums may be split freely: those of each byte.  Where registers are few not those of a chunk alone, for which
+        # the next one does not wait.
+        split = tokens == 1 and not (self.few_registers and self.extent in (HALF_CHUNK, ONE_CHUNK))
+        self.chains = max(1, isa.chains // len(self.passes[0])) if split else 1
         self.quad_bytes = tokens * (8 if mode16 else 4)
 
     def emit(self, b: Any, record: Any, n: Any, r: Any, out: Any, stores_result: Any) -> None:
@@ -313,6 +314,9 @@ class IntegerTile:
             self._dots(b, [self._unpacked(b, *each) for each in places], tokens, sums, quads, which)
             return
         for part in range(self.parts):
+            if part and self.few_registers and self.unpacker.all_at_once:
+                # Activations are read again, where the compiler would put them aside.
+                tokens = opaque(b, tokens)
             stored = self._unpacked(b, lines[0], 0, part)
             if self.pairs:
                 self._dot16(b, stored, tokens, sums[part], quads)

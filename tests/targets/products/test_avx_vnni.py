@@ -1,0 +1,238 @@
+"""The set `avx-vnni`: its machine code, and its results by the definition of its instruction where no processor here has it.
+
+On processors that have `vpdpbusd` in 256 bits, of AVX or of AVX-512, the tests of all instruction sets run it as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from llvmlite import ir
+
+from edgeq.format.codec import Codec
+from edgeq.format.records import Mode
+from edgeq.system import machine
+from edgeq.targets.cpu.isa import avx_vnni, isa_index
+from edgeq.targets.cpu.isa.avx2 import Avx2
+from edgeq.targets.cpu.isa.avx_vnni import VEX, AvxVnni
+from edgeq.targets.cpu.isa.isa import Isa
+from edgeq.targets.cpu.jit import compile, processor, simd
+from edgeq.targets.cpu.kernels.args import ONE_CHUNK
+from edgeq.targets.cpu.kernels.panels.panel_matmul import PANEL, tile_of_panel
+from edgeq.targets.cpu.kernels.products.groups import group_kind
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.target import Options
+from tests.arm.tiles import CODECS, TileCase, emitter, product
+from tests.targets.cases import HERE, INTEGER_CODECS, MODES, Arrays, case, run
+from tests.targets.products.integer_product import check_extremes, check_product
+from tests.targets.products.test_swiglu_matmul import I3, I4, I8, mlp
+from tests.targets.products.x86_code import compiled, inner, inner_loops, optimized
+
+ISA, TOKENS = AvxVnni(), AvxVnni.tiles[0]
+PROCESSOR = processor.of_isa(ISA.name)
+PUT_ASIDE = re.compile(r"[xy]mm\d+, -?\d*\(%rsp\)")
+"""A vector in memory of its own."""
+PAGE = Path(__file__).parents[3] / "docs" / "peers.md"
+
+
+def turn_of(codec: Codec) -> str:
+    """The mode in which a codec is tried in `make test`."""
+    return MODES[(codec.bits + codec.symmetric + len(codec.kind)) % 2]
+
+
+def of_every_kind(codec: Codec, group: int) -> bool:
+    """One codec of every kind, and every width of integers with zero points in groups of that size."""
+    if codec.kind == "int" and not codec.symmetric:
+        return codec.group_size == group
+    return codec.bits == (3 if codec.kind == "trellis" else 4) and codec.group_size == (0 if codec.kind == "int" else 32)
+
+
+def tile_cases(codecs: Iterable[Codec], group: int) -> list[Any]:
+    return [
+        case(
+            TileCase(codec, int(mode == "a16"), tokens),
+            common=of_every_kind(codec, group) and mode == turn_of(codec),
+            id=f"{codec.name}-{mode}-{tokens}".replace(" ", "-"),
+        )
+        for codec in codecs
+        for mode in MODES
+        for tokens in (1, TOKENS)
+    ]
+
+
+@pytest.mark.parametrize("tile", tile_cases(INTEGER_CODECS, 32))
+def test_a_dot_product_is_one_instruction_of_avx(tile: TileCase) -> None:
+    """No call, nothing put aside in a loop, nothing of AVX-512, no sums in 16 bits."""
+    lines = compiled(emitter(ISA.name, tile).emit, 5, PROCESSOR.name, PROCESSOR.flags)
+    assert not [line for line in lines if line.startswith("call") or "zmm" in line or "{%k" in line]
+    dots = [line for line in lines if "vpdpbusd" in line]
+    assert all(line.startswith("{vex}") for line in dots) and len(dots) * 32 == 16 * 32 * tile.tokens * (1 + tile.mode16)
+    assert not [line for line in lines if line.startswith(("vpmaddubsw", "vpmaddwd", "vpdpwssd"))]
+    aside = [line for loop in inner_loops(lines) for line in loop if PUT_ASIDE.search(line)]
+    # Of three bits a trellis has more fields and masks than there are registers.
+    assert len(aside) <= (6 if tile.codec.kind == "trellis" and tile.codec.bits == 3 else 0)
+
+
+def test_processors_with_avx512_run_it_in_an_encoding_of_theirs() -> None:
+    chosen = processor.of_isa("avx512-vnni")
+    assert ISA.runs_on(chosen.arch, chosen.features) and VEX not in chosen.features
+    tile = emitter(ISA.name, TileCase(Codec("int", 4, 32), 0, 1))
+    dots = [line for line in compiled(tile.emit, 5, chosen.name, chosen.flags) if "vpdpbusd" in line]
+    assert len(dots) == 16 and not [line for line in dots if "{vex}" in line or "zmm" in line]
+
+
+def by_definition(b: Any, name: str, result: Any, accumulator: Any, weights: Any, activations: Any) -> Any:
+    """`vpdpbusd` as Intel's Software Developer's Manual, volume 2, defines it: products of unsigned and signed bytes, four of a
+    lane added to its 32 bits, which wrap around."""
+    assert name == "llvm.x86.avx512.vpdpbusd.256"
+    octets, words = ir.VectorType(simd.I8, 32), ir.VectorType(simd.I32, 32)
+    products = b.mul(b.zext(b.bitcast(weights, octets), words), b.sext(b.bitcast(activations, octets), words))
+    for channel in range(4):
+        lanes = ir.Constant(ir.VectorType(simd.I32, 8), [4 * lane + channel for lane in range(8)])
+        accumulator = b.add(accumulator, b.shuffle_vector(products, ir.Constant(words, ir.Undefined), lanes))
+    return accumulator
+
+
+def function_of(emit: Callable[..., None], arguments: int) -> tuple[Any, Any]:
+    """What `emit` emits as a function for this processor, and what keeps it in memory."""
+    here = processor.here()
+    _, module = optimized(emit, arguments, here.name, here.flags)
+    target = llvm.Target.from_default_triple().create_target_machine(cpu=here.name, features=here.flags, opt=3, jit=True)
+    engine = llvm.create_mcjit_compiler(module, target)
+    engine.finalize_object()
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(engine.get_function_address("tile")), engine
+
+
+x86 = pytest.mark.skipif("avx2" not in HERE, reason="a processor without AVX2")
+
+
+def dots(b: Any, out: Any, weights: Any, activations: Any) -> None:
+    """out i32 [8] += a dot product."""
+    ints = ir.VectorType(simd.I32, 8).as_pointer()
+    places = [b.inttoptr(address, ints) for address in (out, weights, activations)]
+    values = [b.load(place, align=4) for place in places]
+    b.store(avx_vnni.call(b, "llvm.x86.avx512.vpdpbusd.256", values[0].type, *values), places[0], align=4)
+
+
+@x86
+def test_the_definition_is_that_of_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes at their limits and sums that wrap around: of the formula in numpy, and of the instruction where it is here."""
+    rng = np.random.default_rng(1)
+    weights, activations = (
+        rng.choice(np.array([0, 1, 127, 128, 255], np.uint8), (64, 32)),
+        rng.integers(-128, 128, (64, 32), np.int8),
+    )
+    sums = rng.choice(np.array([0, 1, -1, 2**31 - 1, -(2**31)], np.int64), (64, 8))
+    expected = (sums + (weights.astype(np.int64) * activations).reshape(64, 8, 4).sum(2)).astype(np.int32)
+    for call in [avx_vnni.call] * (ISA.name in HERE) + [by_definition]:
+        monkeypatch.setattr(avx_vnni, "call", call)
+        function, kept = function_of(dots, 3)
+        found = sums.astype(np.int32)
+        for out, w, x in zip(found, weights, activations, strict=True):
+            function(out.ctypes.data, w.ctypes.data, x.ctypes.data)
+        assert np.array_equal(found, expected)
+        del kept
+
+
+@x86
+@pytest.mark.parametrize("tile", tile_cases(CODECS, 0))
+def test_tiles_equal_integer_arithmetic(tile: TileCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(avx_vnni, "call", by_definition)
+    emit = emitter(ISA.name, tile).emit
+    function, kept = function_of(lambda b, *values: emit(b, *values, ir.Constant(ir.IntType(64), 0)), 4)
+    for extreme in (False, True):
+        found, expected = product(function, ISA.name, tile, extreme)
+        assert np.max(np.abs(found - expected)) <= 1e-6 * np.max(np.abs(expected))
+    del kept
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the set, run as they are where the processor can, else compiled by the definition and kept apart."""
+    if ISA.name in HERE:
+        return
+    real = machine.cpu()
+    kept = compile.cache_folder().name.encode() + Path(__file__).read_bytes()
+    folder = machine.cache_folder() / f"kernels-{hashlib.blake2b(kept, digest_size=8).hexdigest()}"
+    monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu(real.name, real.arch, real.features | {VEX}, real.cores))
+    monkeypatch.setattr(compile, "cache_folder", lambda: folder)
+    monkeypatch.setattr(avx_vnni, "call", by_definition)
+
+
+COMMON = [(Codec("offset", 4, 32), "a8"), (Codec("two-level", 4, 32), "a16")]
+
+
+@x86
+@pytest.mark.parametrize(
+    ("codec", "mode"),
+    [
+        case(codec, mode, common=(codec, mode) in COMMON, id=f"{codec.name}-{mode}".replace(" ", "-"))
+        for codec in INTEGER_CODECS
+        for mode in MODES
+    ],
+)
+def test_products_equal_those_of_the_formula(codec: Codec, mode: str, by_kernels: None) -> None:
+    check_product(ISA.name, codec, mode)
+
+
+@x86
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("codec", [Codec("int", bits, group, False) for bits in (2, 5, 7, 8) for group in (128, 0)], ids=str)
+def test_sums_at_their_limits(codec: Codec, mode: str, by_kernels: None) -> None:
+    check_extremes(ISA.name, codec, mode)
+
+
+@x86
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("codecs", [(I4, I8), (I3, I4)], ids=["4-8", "3-4"])
+def test_prompts_have_the_bits_of_avx2(codecs: tuple[Codec, Codec], mode: Mode, by_kernels: None) -> None:
+    """Panels of an MLP's products and the activation between them: more rows than a panel, the last tile not whole."""
+    count, arrays = PANEL + 7, Arrays()
+    for graph in mlp(arrays, np.random.default_rng(1), *codecs, 272, count):
+        expected = run("cpu", graph, arrays, count, Options(mode, 2, Avx2.name))
+        assert np.array_equal(run("cpu", graph, arrays, count, Options(mode, 2, ISA.name)), expected)
+
+
+@cache
+def instructions(isa: Isa, codec: Codec, mode: str, tokens: int) -> float:
+    """Instructions of a loop over chunks of 512 weights with a group for each, for a token: alone, or one of a tile."""
+    mode16 = mode == "a16" or isa.widens(codec.multiplied_bits)
+    weights, chosen = (
+        IntegerWeights(isa_index(isa), codec.bits, int(mode16), group_kind(codec), ONE_CHUNK),
+        processor.of_isa(isa.name),
+    )
+    if tokens == 1:
+        lines = compiled(IntegerTile(weights, 1).emit, 5, chosen.name, chosen.flags)
+    else:
+        tile = tile_of_panel(weights, tokens)
+        emit = lambda b, *values: tile.emit_chunks(b, *values[:4], values[4:8], values[8:])  # noqa: E731
+        lines = compiled(emit, 12, chosen.name, chosen.flags)
+    return len(inner(lines)) / tokens
+
+
+def table() -> str:
+    """Instructions for 512 weights, as a table of the page."""
+    lines = ["| codec | decode, a8 | decode, a16 | prompt, a8 | prompt, a16 |", "|---|---|---|---|---|"]
+    codecs = [
+        codec for codec in INTEGER_CODECS if codec.group_size == 32 and (codec.bits == 4 or codec.kind in ("trellis", "int"))
+    ]
+    for codec in codecs:
+        pairs = [[instructions(isa, codec, mode, tokens) for isa in (Avx2(), ISA)] for tokens in (1, TOKENS) for mode in MODES]
+        lines.append(" | ".join([f"| `{codec.name}`", *(f"{before:.0f} → {after:.0f}" for before, after in pairs)]) + " |")
+    return "\n".join(lines)
+
+
+@pytest.mark.exhaustive
+def test_the_table_of_instructions_is_in_the_documentation() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8"), table()
