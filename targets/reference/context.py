@@ -11,11 +11,11 @@ from edgeq.format.codec import as_float32
 from edgeq.format.container import ModelFile
 from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.targets.graph import Graph
-from edgeq.targets.host_states import StatePlace
 from edgeq.targets.reference.matrices import Matrices
 from edgeq.targets.reference.requantize import ReferenceWeights, add_squares, with_master
 from edgeq.targets.requantization import InputSums
 from edgeq.targets.rows import Rows, StateRows
+from edgeq.targets.state_layout import StatePlace
 
 ArrayF32 = NDArray[np.float32]
 State = dict[str, ArrayF32]

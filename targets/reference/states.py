@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgeq.network.delta_net import UNIT_EPS
 from edgeq.targets.family_operations import DeltaRule, RowBefore, ShortConv, SiluConv, SsdScan, padded_head
-from edgeq.targets.host_states import HostSnapshot, HostState, padded_rows, padded_width
+from edgeq.targets.host_states import HostSnapshot, HostState
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.layers import silu
 from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.state_layout import padded_rows, padded_width
 from edgeq.targets.states import LOG
 
 ArrayF32 = NDArray[np.float32]

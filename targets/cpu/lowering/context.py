@@ -21,9 +21,9 @@ from edgeq.targets.cpu.kernels.products import matmul
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.cpu.lowering.lifetimes import Buffer, lives, places
 from edgeq.targets.cpu.threads.optable import PARTS_A_THREAD, ExpertStage, Variant
-from edgeq.targets.host_states import StatePlace
 from edgeq.targets.layers import mode_of
 from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
+from edgeq.targets.state_layout import StatePlace
 from edgeq.targets.target import Options
 from edgeq.targets.times import Step
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class RowArrays:
     """Addresses of what changes from run to run.
 
-    Of graphs with states (host_states.py), beside those of rows: state_sessions has the number of sessions, int64; state_order
+    Of graphs with states (state_layout.py), beside those of rows: state_sessions has the number of sessions, int64; state_order
     int32 [rows] and state_begins int32 [sessions + 1] are as in StateRows; states has the address of each session's state, and
     snapshots that of the addresses of its snapshots, one for each page, 0 for none.
     """

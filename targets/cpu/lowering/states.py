@@ -16,7 +16,7 @@ from edgeq.targets.cpu.kernels.rows import ssd_scan as scan
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, RowBefore, ShortConv, SiluConv, SsdScan, padded_head
-from edgeq.targets.host_states import padded_width
+from edgeq.targets.state_layout import padded_width
 
 
 def short_conv(context: Context, o: ShortConv | SiluConv) -> None:

@@ -23,11 +23,11 @@ from edgeq.targets.cpu.lowering import dispatch
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 from edgeq.targets.graph import Graph, Operation, RmsNorm
-from edgeq.targets.host_states import padded_width
 from edgeq.targets.reference import program
 from edgeq.targets.reference.context import RunContext, State
 from edgeq.targets.reference.states import rows_of_state
 from edgeq.targets.rows import Rows
+from edgeq.targets.state_layout import padded_width
 from edgeq.targets.states import LOG, StateSpec
 
 FACTOR = 0.0625
