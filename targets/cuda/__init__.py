@@ -49,8 +49,8 @@ class CudaTarget:
             return gpus.refused
         if file is None:
             return None
-        if file.metadata.config.state_layers:
-            return f"{gpus.first.name}: it does not have layers with a state yet"
+        if file.metadata.config.delta_net or file.metadata.config.ssd:
+            return f"{gpus.first.name}: it does not have gated delta nets and state spaces yet"
         if file.metadata.config.attention_sinks or file.metadata.config.swiglu_limit is not None:
             return f"{gpus.first.name}: it does not have attention with sinks and experts with a clamped SwiGLU yet"
         if file.metadata.config.value_norm:

@@ -32,9 +32,10 @@ def program_of(
 def read(program: Program, count: int, chunks: Sequence[int] = (), modality: np.ndarray | None = None) -> np.ndarray:
     """The results of `count` rows, in runs of `chunks` rows over one cache."""
     pages, first, seen = [program.new_page() for _ in range((count - 1) // PAGE + 1)], 0, []
+    states = [program.new_state()] if program.snapshot_pages else []  # type: ignore[attr-defined]
     for part in chunks or [count]:
         rows = rows_of(program, part, first, pages)
-        rows = replace(rows, modality=None if modality is None else modality[first : first + part])
+        rows = replace(rows, modality=None if modality is None else modality[first : first + part], states=states)
         seen.append(program.run(rows).copy())
         first += part
     assert first == count

@@ -256,6 +256,13 @@ class EmulatedDevice:
         self.finish()
         ctypes.memset(address, 0, nbytes)
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """DeviceError: it leaves the memory that it is from or to."""
+        self.finish()
+        for address in (target, source):
+            self._check(address, nbytes, pinned=False)
+        ctypes.memmove(target, source, nbytes)
+
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
         kernels, loaded = list(kernels), dict[Variant, Kernel]()
         self.on_load([each.variant for each in kernels])

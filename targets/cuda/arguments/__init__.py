@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgeq.targets.cuda.arguments import experts, heads, products, rows
+from edgeq.targets.cuda.arguments import experts, heads, products, rows, states
 from edgeq.targets.cuda.arguments.record import Arguments
 
 RECORDS: Mapping[str, type[Arguments]] = {
@@ -45,4 +45,5 @@ RECORDS: Mapping[str, type[Arguments]] = {
     "scatter": experts.ScatterArguments,
     "gather_add": experts.GatherAddArguments,
     "gated_add": experts.GatedAddArguments,
+    "short_conv": states.ShortConvArguments,
 }

@@ -108,6 +108,10 @@ class Device(Protocol):
 
     def zero(self, address: int, nbytes: int) -> None: ...
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy within the device, after what was launched before."""
+        ...
+
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
         """Kernels made ready to launch.  UnsupportedError: the device does not take their image."""
         ...

@@ -230,6 +230,11 @@ class DriverDevice:
             self._call("cuMemsetD8Async", address, 0, nbytes, self._stream)
 
     @alone
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        if nbytes:
+            self._call("cuMemcpyDtoDAsync", target, source, nbytes, self._stream)
+
+    @alone
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
         loaded: dict[Variant, Kernel] = {}
         for generated in kernels:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from edgeq.targets.cuda.lowering import attention, experts, fused, layers, linear
+from edgeq.targets.cuda.lowering import attention, experts, fused, layers, linear, states
 from edgeq.targets.cuda.lowering.context import Lowered, Lowering, refuse
 from edgeq.targets.cuda.run.storage import Storage
+from edgeq.targets.family_operations import ShortConv, SiluConv
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -47,8 +48,6 @@ def lower(
 
     UnsupportedError: the graph has something that this target does not.
     """
-    if graph.states:
-        refuse("layers with a state")
     lowering = Lowering(graph, storage, options, source, inputs)
     at = 0
     while at < len(graph.operations):
@@ -100,4 +99,6 @@ _LOWER: dict[type[Operation], Callable[[Lowering, Any], Sequence[Lowered]]] = {
     Route: experts.route,
     Experts: experts.experts,
     GatedAdd: experts.gated_add,
+    ShortConv: states.short_conv,
+    SiluConv: states.short_conv,
 }

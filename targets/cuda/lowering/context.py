@@ -22,6 +22,7 @@ from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.graph import Embed, Experts, Graph, InjectVectors, LayerNorm, Operation, RmsNorm
 from edgeq.targets.layers import mode_of
 from edgeq.targets.requantization import SharedInput, WeightSource, input_indices
+from edgeq.targets.state_layout import StateLayout, StatePlace
 from edgeq.targets.target import Options
 
 FACTORS = "factors"
@@ -230,6 +231,11 @@ class Lowering:
         """These buffers have other contents now."""
         names = set(buffers)
         self.contents = {use: what for use, what in self.contents.items() if what[0] not in names}
+
+    @cached_property
+    def state_places(self) -> Sequence[StatePlace]:
+        """Where the states of the graph lie."""
+        return StateLayout(self.graph.states).places
 
     def shared_input(self, layer: LinearSpec) -> int | None:
         """The index of the shared input of a layer that runs with its master or with requantized weights."""

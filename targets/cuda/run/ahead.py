@@ -1,13 +1,13 @@
 """Texts whose next token is the largest number of a run: the run after it is started before the host knows that token.
 
 The device writes the token where the next run reads it, so it goes on while the host draws, writes text and prepares the run
-after that.
+after that.  A state (states.py) has the next row too, then: at its own place, as any row that may be forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from edgeq.targets.cuda.lowering.largest import Chosen
 from edgeq.targets.cuda.run.graphs import TURNS, Recorded
 from edgeq.targets.cuda.run.recorded import RecordedRuns
 from edgeq.targets.cuda.run.requantized import CudaWeights
-from edgeq.targets.rows import Rows
+from edgeq.targets.rows import PAGE, Rows
 
 
 @dataclass
@@ -39,7 +39,13 @@ class NextRun:
             and rows.slots.tobytes() == own.slots.tobytes()
             and rows.positions.tobytes() == own.positions.tobytes()
             and rows.sessions.tobytes() == own.sessions.tobytes()
+            and all(a is b for a, b in zip(rows.states, own.states, strict=True))
         )
+
+
+def takes_snapshot(rows: Rows) -> bool:
+    """Whether a state comes to the end of a page, where the session has room for a snapshot only when it asks for the run."""
+    return len(rows.states) > 0 and bool((rows.slots % PAGE == PAGE - 1).any())
 
 
 class RunsAhead:
@@ -63,7 +69,8 @@ class RunsAhead:
     ) -> Sequence[NDArray[np.uint8]] | None:
         """As `Chosen.results`, for the rows of the class; None: there is no memory for it.
 
-        ahead   the largest number of each row is likely to be the next token of its session, whose pages have room for it
+        ahead   each row is the only one of its session, its largest number likely to be the next token there, and the pages of
+                the session have room for it
         """
         # By their ids, as the lists keep pages alive: a session that is closed has let go of them.
         sessions, last, started = tuple(map(id, rows.pages)), self._last, self._next
@@ -77,9 +84,11 @@ class RunsAhead:
         # Not for sessions that take turns, for each of which the run of another would come in between.
         if ahead and weights is None and sessions == last and recorded.block.takes(rows):
             turn = started.turn % TURNS + 1 if started else 1
-            after = Rows(rows.tokens, rows.positions + 1, rows.slots + 1, rows.sessions, rows.pages, rows.wanted)
-            following = self._runs.start(after, lowering, None, chosen, turn)
+            after = replace(rows, positions=rows.positions + 1, slots=rows.slots + 1)
+            following = None if takes_snapshot(after) else self._runs.start(after, lowering, None, chosen, turn)
             if following is not None:
+                for state in rows.states:
+                    state.written = max(state.written, state.slot + 2)
                 self._next = NextRun(following, turn, lowering, after, sessions)
         self._last = sessions
         found = self._runs.wait(recorded)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from edgeq.targets.cuda.lowering.cache import CacheKind
 from edgeq.targets.cuda.lowering.context import Angles, Gather
+from edgeq.targets.cuda.lowering.states import OF_STATES
+from edgeq.targets.cuda.run.states import sent_of_states
 from edgeq.targets.cuda.run.storage import POOL_UNIT, CudaPart
 from edgeq.targets.rows import PAGE, Page, Rows
 
@@ -66,7 +68,7 @@ class SentBlock:
     ) -> None:
         """sent   of the first run: types and shapes, and the values of what is the same in all runs of plain text
 
-        rows    of the class;  base: the address from which page tables count
+        rows    of the class;  base: the address from which page tables and states count
         """
         self.array, self._places, self._count, self._base = array, places, rows, base
         # The host brings rows of a table that stays in the file.
@@ -74,6 +76,7 @@ class SentBlock:
         views = {name: self._view(name, sent[name]) for name in places}
         stages = range(2)
         self._rows = {name: [views[key] for i in stages if (key := (name, "sent", i)) in views] for name in OF_ROWS}
+        self._states = {name: views[key] for name in OF_STATES if (key := (name, "sent", 0)) in views}
         self._tables = [(kind.windowed, views[kind], kind.start // POOL_UNIT) for kind in kinds if kind in views]
         self._angles = [(kept, views[each, "cos"], views[each, "sin"]) for each, kept in angles.items()]
         self._wanted = np.arange(rows, dtype=np.int32).tobytes()
@@ -110,6 +113,9 @@ class SentBlock:
         for name, views in self._rows.items():
             for view in views:
                 view[:] = values[name]
+        if rows.states:
+            for name, numbers in sent_of_states(rows, self._count, self._base).items():
+                self._states[name][:] = numbers
         for kept, cos, sin in self._angles:
             kept.fill(cos, sin, values["positions"])
 

@@ -13,6 +13,7 @@ from edgeq.format.container import ModelFile
 from edgeq.format.records import KvCodec
 from edgeq.targets.cuda.lowering.cache import cache_kinds
 from edgeq.targets.cuda.lowering.context import Gather, Lowering
+from edgeq.targets.cuda.run.states import sent_of_states
 from edgeq.targets.cuda.run.storage import POOL_UNIT, Pages, Storage
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import Rows
@@ -50,6 +51,9 @@ class Feed:
         for stage, here in enumerate(stages):
             if here is not None:
                 sent |= self._of_stage(here, stage, tables[here.sessions], brought, lowering)
+        if rows.states:
+            of_states = sent_of_states(rows, len(rows), self._pages.base)
+            sent |= {(name, "sent", 0): values for name, values in of_states.items()}
         if self._storage.has("wanted"):
             sent["wanted"] = np.asarray(rows.wanted, np.int32)
         for each in lowering.by_operation:

@@ -2,7 +2,7 @@
 
 What differs between runs is in memory that the kernels read: tokens, slots, lengths and the pages of the sessions are one block
 that the recording copies to the device first, and it copies the logits back last.  Rows that a class has and a run has not are
-rows of a session of their own, which has one page, so no launch depends on lengths or on how many rows there are.
+rows of a session of their own, which has one page and no state, so no launch depends on lengths or on how many rows there are.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def padded(rows: Rows, count: int, page: Page) -> Rows:
         sessions=np.pad(rows.sessions, (0, extra), constant_values=session),
         pages=[*(held[:end] for held, end in zip(rows.pages, ends, strict=True)), *([[page]] if extra else [])],
         wanted=np.concatenate([rows.wanted, np.arange(len(rows), count, dtype=np.int32)]),
+        states=rows.states,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from edgeq.targets.cuda.device.device import Call, Device, Kernel
 from edgeq.targets.cuda.lowering.attention import SIDE_BY_SIDE
@@ -12,6 +13,16 @@ from edgeq.targets.cuda.run.requantized import CudaWeights
 from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Variant
 from edgeq.targets.cuda.supply.supply import KernelSource
 from edgeq.targets.target import OnProgress
+
+
+class Reach(NamedTuple):
+    """What a run takes beside its rows: parts of the longest context, where they may be taken side by side, and sessions."""
+
+    parts: int = 0
+    sessions: int = 0
+
+
+NOTHING_ELSE = Reach()
 
 
 class ProgramKernels:
@@ -44,17 +55,14 @@ class ProgramKernels:
                     raise ValueError(f"the launch of {variant.symbol} has no {', '.join(missing)}")
 
     def call(
-        self, launch: Launch, tokens: int, weights: CudaWeights | None, parts: int = 0, moved: Mapping[int, int] | None = None
-    ) -> Call:
-        """A launch over `tokens` rows.
-
-        parts   of the longest context among them, where they may be taken side by side
-        moved   addresses to be used in place of others
-        """
+        self, launch: Launch, tokens: int, weights: CudaWeights | None, reach: Reach = NOTHING_ELSE,
+        moved: Mapping[int, int] | None = None,
+    ) -> Call:  # fmt: skip
+        """A launch over `tokens` rows; moved: addresses to be used in place of others."""
         kernel = self.loaded[launch.matmul if launch.matmul and tokens > launch.few_rows else launch.variant]
-        scalars = {**launch.arguments.by_name, "tokens": tokens * launch.rows_per_token}
+        scalars = {**launch.arguments.by_name, "tokens": tokens * launch.rows_per_token, "sessions": reach.sessions}
         scalars["pool"] = scalars["numbers"] = self._pool
-        scalars["parts"] = parts if tokens * parts <= SIDE_BY_SIDE else 0
+        scalars["parts"] = reach.parts if tokens * reach.parts <= SIDE_BY_SIDE else 0
         scalars |= {name: weights.address(ref) for name, ref in launch.moved.items()} if weights else {}
         if moved:
             pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}

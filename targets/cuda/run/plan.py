@@ -64,6 +64,8 @@ class NoDevice:
 
     def zero(self, address: int, nbytes: int) -> None: ...
 
+    def copy(self, target: int, source: int, nbytes: int) -> None: ...
+
     def load(self, kernels: Iterable[Generated]) -> Mapping[Variant, Kernel]:
         return {each.variant: _Named(each) for each in kernels}
 

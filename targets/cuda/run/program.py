@@ -24,17 +24,20 @@ from edgeq.targets.cuda.lowering.spread import spread
 from edgeq.targets.cuda.run.ahead import RunsAhead
 from edgeq.targets.cuda.run.feed import Feed
 from edgeq.targets.cuda.run.graphs import ROW_CLASSES, Recordings, repeats
+from edgeq.targets.cuda.run.holds_states import HoldsCudaStates
 from edgeq.targets.cuda.run.kernels import ProgramKernels
 from edgeq.targets.cuda.run.one_by_one import OneByOne
 from edgeq.targets.cuda.run.recorded import RecordedRuns
 from edgeq.targets.cuda.run.requantized import CudaRequantizer, CudaWeights
+from edgeq.targets.cuda.run.states import States
 from edgeq.targets.cuda.run.storage import Pages, Storage
 from edgeq.targets.cuda.supply import build
 from edgeq.targets.cuda.supply.supply import KernelSource
 from edgeq.targets.graph import Embed, Graph, Operation, Select
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.requantization import InputSums, SharedInput, Weights, WeightSource, master_arrays, shared_inputs
-from edgeq.targets.rows import Page, Rows
+from edgeq.targets.rows import Page, Rows, StateRows
+from edgeq.targets.states import snapshot_pages
 from edgeq.targets.target import OnProgress, Options, ProgramFacts, no_progress
 from edgeq.targets.times import RecordsRuns
 
@@ -45,12 +48,11 @@ MAX_ROWS = 65535
 """Rows of a run: a launch has no more blocks in its second dimension."""
 
 
-class CudaProgram(RecordsRuns):
+class CudaProgram(RecordsRuns, HoldsCudaStates):
     """The host's threads only launch; recorded runs go operation by operation, of which others fuse some."""
 
     threads = 1
     tile = MANY_TOKENS
-    snapshot_pages = 0
 
     def __init__(
         self,
@@ -77,6 +79,9 @@ class CudaProgram(RecordsRuns):
         self._storage = Storage(device, file, [master_arrays(layer) for layer in layers])
         self._pages, self.window = Pages(device, graph.part_bytes(self.options.kv)), graph.window
         self.page_memory = self._pages.host_memory
+        self.snapshot_pages = snapshot_pages(graph.states, graph.page_bytes(self.options.kv))
+        if graph.states:
+            self._states = States(device, graph.states)
         feed = Feed(graph, file, self._storage, self._pages, self.options.kv)
         self._kernels = ProgramKernels(device, kernel_source, self._pages.base)
         self._one_by_one = OneByOne(device, self._storage, self._kernels, feed, graph.together)
@@ -143,7 +148,8 @@ class CudaProgram(RecordsRuns):
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory that this program holds, or has reserved for recordings."""
-        return self._storage.nbytes + self._pages.nbytes + self._recordings.reserved
+        states = self._states.nbytes if self.snapshot_pages else 0
+        return self._storage.nbytes + self._pages.nbytes + states + self._recordings.reserved
 
     @property
     def _own(self) -> WeightSource:
@@ -207,7 +213,8 @@ class CudaProgram(RecordsRuns):
             return bandwidth.measured(self._device, self._kernels.loaded[bandwidth.KERNEL], refresh)
 
     def run(self, rows: Rows, mode: Mode | None = None) -> NDArray[np.float32]:
-        """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow."""
+        """The rows of the result, float32 [wanted, width].  ValueError: more rows than the options allow, or not the next ones
+        of their session's states."""
         return self._checked(rows, mode, "file")
 
     def seconds_of(self, kind: type[Operation], rows: Rows, rounds: int, repetitions: int) -> list[float]:
@@ -233,6 +240,7 @@ class CudaProgram(RecordsRuns):
             )
         assert weights is None or isinstance(weights, CudaWeights)
         check_rows(rows, self.options)
+        taken = self._begun(rows)
         # Recordings are kept for few counts.
         chosen = self._chosen(1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length())))
         with self._guard:
@@ -243,6 +251,8 @@ class CudaProgram(RecordsRuns):
                 self._ahead.drop()
                 self._one_by_one.run(rows, lowering, weights)
                 found = self._largest_of_result(chosen, rows.wanted.shape[0])
+        if taken:
+            taken.end(rows.states)
         values, ids, finite = found[0].view(np.float32), found[1].view(np.int32), found[2].view(np.int32)
         width, results = chosen.count, rows.wanted.shape[0]
         return Largest(
@@ -269,12 +279,15 @@ class CudaProgram(RecordsRuns):
         sums: InputSums | None = None,
     ) -> NDArray[np.float32]:
         check_rows(rows, self.options, self._graph.together)
+        taken = self._begun(rows)
         with self._guard:
             self._ahead.drop()
             lowering = self._made(mode or self.options.mode, source)
             if sums is not None:
                 self._storage.send("sums", sums.values)
             result = self._result(rows, lowering, weights)
+            if taken:
+                taken.end(rows.states)
             if sums is not None:
                 # Last: a run that failed leaves the sums as they were.
                 self._device.read(self._storage.address("sums"), sums.values)
@@ -299,6 +312,14 @@ class CudaProgram(RecordsRuns):
         if count:
             self._device.read(self._storage.address(self._result_name), self._logits[:count])
         return self._logits[:count]
+
+    def _begun(self, rows: Rows) -> StateRows | None:
+        """The order in which states are about to take the rows; None: the graph has none.  ValueError: as `run`."""
+        if not self.snapshot_pages:
+            return None
+        found = StateRows.of(rows)
+        found.begin(rows.states)
+        return found
 
     def _is_recorded(self, rows: Rows, lowering: Lowering) -> bool:
         """Whether such runs are started as recordings, where there is memory for it."""

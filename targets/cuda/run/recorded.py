@@ -15,7 +15,7 @@ from edgeq.targets.cuda.lowering.largest import Chosen
 from edgeq.targets.cuda.run.block import AngleRows, SentBlock
 from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
 from edgeq.targets.cuda.run.graphs import Key, Places, Recorded, Recordings, gathered, padded, parts_of, row_class
-from edgeq.targets.cuda.run.kernels import ProgramKernels
+from edgeq.targets.cuda.run.kernels import ProgramKernels, Reach
 from edgeq.targets.cuda.run.requantized import CudaWeights
 from edgeq.targets.cuda.run.storage import Pages, Storage
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -94,5 +94,5 @@ class RecordedRuns:
             if isinstance(each, Gather):
                 found.append(gathered(each, places, sent))
             else:
-                found.append(self._kernels.call(each, key.rows, weights, key.parts, moved))
+                found.append(self._kernels.call(each, key.rows, weights, Reach(key.parts, key.rows), moved))
         return found + (self._kernels.choosing(chosen, key.rows) if chosen else [])

@@ -149,10 +149,11 @@ class CudaPart(PagePart):
 
 
 class Pool:
-    """Parts of cache pages of one program, of one size, in memory that grows by POOL_PAGES; what it has it keeps."""
+    """Parts of cache pages of one program, or its states, of one size, in memory that grows by so many `together`; what it has
+    it keeps."""
 
-    def __init__(self, device: Device, part_bytes: int) -> None:
-        self.part_bytes = part_bytes
+    def __init__(self, device: Device, part_bytes: int, together: int = POOL_PAGES) -> None:
+        self.part_bytes, self._together = part_bytes, together
         self.free: deque[int] = deque()
         self._device = device
         self._stride = -(-part_bytes // 256) * 256
@@ -160,9 +161,9 @@ class Pool:
         self._grow()
 
     def _grow(self) -> None:
-        memory = self._device.allocate(self._stride * POOL_PAGES)
+        memory = self._device.allocate(self._stride * self._together)
         self._memories.append(memory)
-        self.free.extend(memory.address + i * self._stride for i in range(POOL_PAGES))
+        self.free.extend(memory.address + i * self._stride for i in range(self._together))
 
     @property
     def base(self) -> int:

@@ -14,6 +14,7 @@ import pytest
 from edgeq.converters.families.table import recognise
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
+from edgeq.format.records import LinearSpec
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.decode import PlainStepper, Stream
 from edgeq.runtime.network.decoder import decoder
@@ -26,11 +27,14 @@ from edgeq.targets.cuda.run.block import NEIGHBOURS, AngleRows, SentBlock
 from edgeq.targets.cuda.run.graphs import padded
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.pack import Generated, Variant
+from edgeq.targets.graph import Embed
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options
 from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
 from edgeq.tools.measure.random_file import write_random
 from tests.cuda.nothing import Nothing
+from tests.targets.cases import Arrays, weight
+from tests.targets.states.test_short_conv import graph as convolution
 
 pytestmark = pytest.mark.cuda
 
@@ -132,6 +136,29 @@ def test_what_is_written_in_place_is_what_the_general_way_sends(path: Path, monk
     # The first run of a key is written by the general way, which says how large everything is.
     recorded = program._recordings.recorded
     assert 3 < recorded < len(every) and len(filled) == 2 * len(every) - recorded
+
+
+def test_states_are_written_in_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one and of several sessions, of rows that are not in the order of their sessions, over the end of a page."""
+    arrays = Arrays()
+    graph, _ = convolution(arrays, 24, 3)
+    head = LinearSpec("head", (weight(arrays, np.random.default_rng(0), Codec("int", 4, 32), 150, 72),))
+    # Not a table that stays in the file, of which the host brings rows.
+    graph = replace(graph, operations=(Embed(-1, head, "x"), *graph.operations[1:]))
+    options = Options("a8", max_rows=16, max_logits=16)
+    program = CudaProgram(Nothing(), graph, arrays, options, kernel_source=plan.names_only)  # type: ignore[arg-type]
+    filled, found = compare(monkeypatch, program), list[Rows]()
+    for counts in ((1,), (1,), (3, 1, 2), (5, 1, 2), (2, 4), (1, 1, 1), (1, 1, 1, 1)):
+        slots = np.concatenate([np.arange(62, 62 + count, dtype=np.int32) for count in counts])
+        of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        order = np.random.default_rng(len(of)).permutation(len(of))
+        pages = [[program.new_page().with_snapshot(program.new_snapshot()), program.new_page()] for _ in counts]
+        states = [program.load_state(np.zeros(program.saved_bytes[0], np.uint8), 62, 62) for _ in counts]
+        wanted = np.arange(len(of), dtype=np.int32)
+        found.append(Rows(slots, slots[order][None], slots[order], of[order], pages, wanted, states=states))
+        program.run(found[-1])
+        assert [state.slot for state in states] == [62 + count for count in counts]
+    assert len(filled) == len(found) - program._recordings.recorded >= 3
 
 
 def test_what_is_not_plain_text_is_written_the_general_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

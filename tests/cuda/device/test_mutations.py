@@ -85,6 +85,29 @@ def largest(kernel: Generated, order: int) -> np.ndarray:
     return launched(kernel, arrays, {"tokens": 2, "width": 300, "sounds": 0, "count": 5}, order)["ids"]
 
 
+def short_conv(kernel: Generated, order: int) -> np.ndarray:
+    """The ring of a state after 40 rows of a session, more than it has places, and the rows of another one in between."""
+    rng, rows, width, padded = np.random.default_rng(1), 47, 20, 32
+    sessions = np.zeros(rows, np.int32)
+    sessions[5::6] = 1
+    slots = np.zeros(rows, np.int32)
+    for session, begin in ((0, 9), (1, 100)):
+        slots[sessions == session] = begin + np.arange((sessions == session).sum())
+    arrays = {
+        "x": rng.standard_normal((rows, width)).astype(np.float32),
+        "weight": rng.standard_normal((width, 4)).astype(np.float32), "bias": np.zeros(1, np.float32),
+        "out": np.zeros((rows, width), np.float32), "order": np.lexsort((slots, sessions)).astype(np.int32),
+        "begins": np.array([0, (sessions == 0).sum(), rows], np.int32), "slots": slots,
+        "states": np.array([0, 19 * padded], np.int64), "snapshots": np.zeros(rows, np.int64),
+        "numbers": rng.standard_normal(2 * 19 * padded).astype(np.float32),
+    }  # fmt: skip
+    scalars: dict[str, int | float] = {
+        "sessions": 2, "state": 0, "snapshot": 0, "stride": width, "width": width, "padded": padded, "taps": 4, "has_bias": 0,
+    }  # fmt: skip
+    found = launched(kernel, arrays, scalars, order)
+    return np.concatenate([found["out"].ravel(), found["numbers"]])
+
+
 def layer_norm(kernel: Generated, order: int) -> np.ndarray:
     x = np.random.default_rng(1).standard_normal((3, 300)).astype(np.float32)
     arrays = {"x": x, "gain": np.ones(300, np.float32), "bias": np.zeros(300, np.float32), "out": np.zeros_like(x)}
@@ -248,6 +271,7 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("attend together: weights of other warps are read too early", TOGETHER, attend_together, BARRIER, 2),
     ("attend together: how a part is added is read too early", TOGETHER, attend_together, BARRIER, 3),
     ("attend together: totals of other warps are read too early", TOGETHER, attend_together, BARRIER, 4),
+    ("convolution: a row overwrites one that is still read", Variant("short_conv", (False,)), short_conv, BARRIER, 0),
     ("largest: those of other warps are read too early", Variant("largest", (True, 4096)), largest, BARRIER, 0),
 ]
 

@@ -39,6 +39,7 @@ LITERALS = {
     "largest": (True, SLICE),
     "head_rotate": (64,),
     "attend": (64, "int4", PART, True),
+    "short_conv": (True,),
 }
 """Those of kernels that have some."""
 ACTIVATE = ActivateArguments(x=256, out=512, stride=16, width=8)

@@ -68,6 +68,7 @@ OTHERS = [
     *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
     *(Variant("requantize", (*MASTERS[-1], bits, zero)) for bits in BITS if bits != 4 for zero in (False, True)),
     *(Variant("largest", (first, SLICE)) for first in (True, False)),
+    *(Variant("short_conv", (gated,)) for gated in (False, True)),
     *(Variant(name) for name in FUNCTIONS),
 ]
 SHARE = {

@@ -111,11 +111,11 @@ def test_a_random_walk_of_a_model_with_states(
         walk(loaded, tmp_path, random.Random(7))
 
 
-def walk(model: Model, tmp_path: Path, rng: random.Random) -> None:
+def walk(model: Model, tmp_path: Path, rng: random.Random, steps: int = 90) -> None:
     """Steps of every kind, in random order; now and then the bits are compared with those of a plain run."""
     kinds, reruns = set[str](), 0
     session = model.session()
-    for step in range(90):
+    for step in range(steps):
         at = len(session.tokens)
         kind = rng.choice(["run", "row", "draft", "rewind", "back", "prompt", "fork", "save", "interrupt"])
         if kind == "run" and at < 300:
@@ -340,8 +340,8 @@ def test_a_state_forgets_the_rows_of_a_log_and_no_more() -> None:
     assert (state.slot, state.written) == (25, 40)
 
 
-def test_cuda_refuses_a_graph_with_states_by_name(model: Model) -> None:
+def test_cuda_refuses_an_operation_that_it_does_not_have_by_name(model: Model) -> None:
     from edgeq.targets.cuda.run.plan import NoDevice, device_bytes
 
-    with pytest.raises(UnsupportedError, match="does not have layers with a state yet; run with --target cpu"):
+    with pytest.raises(UnsupportedError, match="does not have the operation RunningSum yet; run with --target cpu"):
         device_bytes(model.graph, model.file, model.program.options, NoDevice())

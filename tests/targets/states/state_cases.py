@@ -13,16 +13,20 @@ from edgeq.targets.cpu import lowering
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.states import LOG
-from edgeq.targets.target import Options
+from edgeq.targets.target import Options, Program
 from tests.targets.cases import Arrays
 
 LENGTH = 150
 
 
 def results(target: str, made: Graph, arrays: Arrays, counts: tuple[int, ...], isa: str | None = None) -> np.ndarray:
-    """Two sessions that read the same tokens in runs of `counts`, rows shuffled; of each result both are equal."""
+    """What `read` gives of a program of a target."""
     options = Options("a16", threads=2 if target == "cpu" else 0, isa=isa, max_rows=2 * LENGTH, max_logits=2 * LENGTH)
-    program = load(target).compile(made, arrays, options)  # type: ignore[arg-type]
+    return read(load(target).compile(made, arrays, options), counts)  # type: ignore[arg-type]
+
+
+def read(program: Program, counts: tuple[int, ...]) -> np.ndarray:
+    """Two sessions that read the same tokens in runs of `counts`, rows shuffled; of each result both are equal."""
     assert isinstance(program, HoldsStates) and program.snapshot_pages
     pages = [program.new_page().with_snapshot(program.new_snapshot()) for _ in range(3)]
     states, found, at, turn = [program.new_state(), program.new_state()], [], 0, 0
