@@ -10,6 +10,7 @@ All numbers are float32, one state of the graph after another, rows padded to 16
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -27,7 +28,8 @@ class StatePlace(NamedTuple):
     snapshot: int
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True)
+class Span:
     """Neighbouring numbers, in a snapshot and in the states of a session."""
 
     snapshot: int

@@ -286,9 +286,9 @@ class ModelConfig(Stack):
         """FormatError, UnsupportedError: a layer that drafts beside a network that it is not run with."""
         check_integer("draft_layers", self.draft_layers, 0, 1)
         plain = self.alike and self.pre_norms and self.rope.kind != "learned"
-        other = self.layer_norm or self.post_norms or self.parallel or self.normed_residual != "none"
-        other = other or self.conv_layers or self.ssd or self.attention_sinks or self.layer_scalars or any(self.sliding_windows)
-        if self.draft_layers and (other or not plain or self.pooling or self.vision):
+        other = (self.layer_norm, self.post_norms, self.parallel, self.normed_residual != "none", self.conv_layers, self.ssd)
+        other += (self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling, self.vision)
+        if self.draft_layers and (any(other) or not plain):
             raise UnsupportedError(
                 "draft_layers are supported with layers of attention and delta_net, norms before their blocks and rotary "
                 "positions, without sliding windows, pooling and a vision tower"

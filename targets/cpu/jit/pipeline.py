@@ -17,7 +17,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import compiler, typing
+from numba.core import compiler
 from numba.core.codegen import CPUCodegen, CPUCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import PassManager, register_pass
@@ -31,6 +31,7 @@ from numba.core.typed_passes import (
     NopythonTypeInference,
     PreLowerStripPhis,
 )
+from numba.core.typing.context import BaseContext
 from numba.core.untyped_passes import (
     DeadBranchPrune,
     FixupArgs,
@@ -93,7 +94,7 @@ class _Codegen(CPUCodegen):  # type: ignore[misc]
         """Nothing is run."""
 
 
-class _TypingContext(typing.BaseContext):  # type: ignore[misc]
+class _TypingContext(BaseContext):  # type: ignore[misc]
     """How types are inferred."""
 
     def load_additional_registries(self) -> None:
