@@ -286,8 +286,10 @@ class ModelConfig(Stack):
         """FormatError, UnsupportedError: a layer that drafts beside a network that it is not run with."""
         check_integer("draft_layers", self.draft_layers, 0, 1)
         plain = self.alike and self.pre_norms and self.rope.kind != "learned"
-        other = (self.layer_norm, self.post_norms, self.parallel, self.normed_residual != "none", self.conv_layers, self.ssd)
-        other += (self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling, self.vision)
+        other = (
+            *(self.layer_norm, self.post_norms, self.parallel, self.normed_residual != "none", self.conv_layers, self.ssd),
+            *(self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling, self.vision),
+        )
         if self.draft_layers and (any(other) or not plain):
             raise UnsupportedError(
                 "draft_layers are supported with layers of attention and delta_net, norms before their blocks and rotary "
