@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from llvmlite import ir
 
-from edgeq.format.codec import Codec
+from edgeq.format.codec import PLANES, Codec
 from edgeq.format.records import Mode
 from edgeq.system import machine
 from edgeq.targets.cpu.isa import avx_vnni, isa_index
@@ -71,15 +71,16 @@ def tile_cases(codecs: Iterable[Codec], group: int) -> list[Any]:
 
 @pytest.mark.parametrize("tile", tile_cases(INTEGER_CODECS, 32))
 def test_a_dot_product_is_one_instruction_of_avx(tile: TileCase) -> None:
-    """No call, nothing put aside in a loop, nothing of AVX-512, no sums in 16 bits."""
+    """No call, no vector put aside in a loop, nothing of AVX-512, no sums in 16 bits."""
     lines = compiled(emitter(ISA.name, tile).emit, 5, PROCESSOR.name, PROCESSOR.flags)
     assert not [line for line in lines if line.startswith("call") or "zmm" in line or "{%k" in line]
     dots = [line for line in lines if "vpdpbusd" in line]
     assert all(line.startswith("{vex}") for line in dots) and len(dots) * 32 == 16 * 32 * tile.tokens * (1 + tile.mode16)
     assert not [line for line in lines if line.startswith(("vpmaddubsw", "vpmaddwd", "vpdpwssd"))]
     aside = [line for loop in inner_loops(lines) for line in loop if PUT_ASIDE.search(line)]
-    # Of three bits a trellis has more fields and masks than there are registers.
-    assert len(aside) <= (6 if tile.codec.kind == "trellis" and tile.codec.bits == 3 else 0)
+    # Three planes of bits, and a trellis of three bits, have more fields and masks than there are registers.
+    many = len(PLANES[tile.codec.bits]) > 2 or tile.codec.kind == "trellis" and tile.codec.bits == 3
+    assert len(aside) <= (6 if many else 0)
 
 
 def test_processors_with_avx512_run_it_in_an_encoding_of_theirs() -> None:
