@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import CheckpointError, UnsupportedError
+from edgeq.network.stack import MAX_SIZES
 
 Keys = Mapping[str, Any]
 Settings = dict[str, Any]
@@ -94,9 +95,16 @@ class GgufKeys:
         """Whether a layer has a tensor of this name."""
         return f"blk.{layer}.{tensor}" in self.shapes
 
-    def by_layer(self, key: str, layers: int) -> list[int]:
+    def layers(self) -> int:
+        """How many there are, few enough for lists with an entry of each."""
+        found = self.integer("block_count")
+        if found > MAX_SIZES["num_hidden_layers"]:
+            raise self.wrong("block_count", found, f"at most {MAX_SIZES['num_hidden_layers']}")
+        return found
+
+    def by_layer(self, key: str) -> list[int]:
         """An integer for each layer, where the file may have one for all."""
-        found = self.value(key)
+        found, layers = self.value(key), self.layers()
         values = [found] * layers if type(found) is int else found.tolist() if isinstance(found, np.ndarray) else []
         if len(values) != layers or any(type(each) is not int or not 0 <= each < 1 << 31 for each in values):
             raise self.wrong(key, found, f"an integer, or one for each of {layers} layers")

@@ -11,7 +11,6 @@ import numpy as np
 
 from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, GgufKeys, Settings
 from edgeq.errors import CheckpointError
-from edgeq.network.stack import MAX_SIZES
 
 GPT2_SIZES = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
 GPT2_SIZES |= {"n_positions": "context_length", "n_inner": "feed_forward_length"}
@@ -78,12 +77,12 @@ def gemma3(keys: GgufKeys) -> Settings:
 def gemma4(keys: GgufKeys) -> Settings:
     """Layers that see all positions have heads of their own, and turn the pairs of a head that `rope_freqs` does not stop."""
     local = windows(keys)
-    types, layers = local.get("layer_types") or [], keys.integer("block_count")
+    types, layers = local.get("layer_types") or [], keys.layers()
     seeing = [i for i, kind in enumerate(types) if kind == "full_attention"]
     wide, narrow = keys.integer("attention.key_length"), keys.integer("attention.key_length_swa")
     for key, size in (("attention.value_length_swa", narrow), ("rope.dimension_count_swa", narrow)):
         keys.only(key, size)
-    heads, widths = keys.by_layer("attention.head_count_kv", layers), keys.by_layer("feed_forward_length", layers)
+    heads, widths = keys.by_layer("attention.head_count_kv"), keys.by_layer("feed_forward_length")
     shared = keys.integer("attention.shared_kv_layers", 0)
     of_local = [heads[i] for i, kind in enumerate(types) if kind == "sliding_attention"]
     if not seeing or not of_local:
@@ -129,7 +128,9 @@ def gemma4(keys: GgufKeys) -> Settings:
 
 def _turned(keys: GgufKeys, head_dim: int) -> float:
     """The share of the pairs of a head that turn: divisors of their frequencies are 1, those of the others make them 0."""
-    divisors = keys.factors.pop(FREQUENCIES, np.ones(head_dim // 2, np.float32))
+    divisors = keys.factors.pop(FREQUENCIES, None)
+    if divisors is None:
+        return 1.0
     turned = int((divisors == 1).sum())
     if len(divisors) != head_dim // 2 or (divisors[:turned] != 1).any() or (divisors[turned:] < STOPS).any() or not turned:
         raise CheckpointError(
@@ -142,13 +143,10 @@ def _turned(keys: GgufKeys, head_dim: int) -> float:
 
 def windows(keys: GgufKeys) -> Settings:
     """The window, and the layers that have it: a list, or all but every so many-th; 0 and none are no window."""
-    size, layers = keys.integer("attention.sliding_window", 0), keys.integer("block_count")
+    size, layers = keys.integer("attention.sliding_window", 0), keys.layers()
     found = keys.value("attention.sliding_window_pattern", WINDOWS_PERIOD)
     if not size:
         return {"sliding_window": None}
-    if layers > MAX_SIZES["num_hidden_layers"]:
-        # Before a list of as many is made.
-        raise keys.wrong("block_count", layers, f"at most {MAX_SIZES['num_hidden_layers']}")
     if type(found) is int and found > 0:
         local = [(layer + 1) % found != 0 for layer in range(layers)]
     elif isinstance(found, np.ndarray) and found.dtype == np.bool_ and len(found) == layers:
@@ -186,7 +184,8 @@ def lfm2(keys: GgufKeys) -> Settings:
 
 def gpt_oss(keys: GgufKeys) -> Settings:
     """Every other layer has the window, from the first on."""
-    if (stretched := keys.value("rope.scaling.type")) != "yarn":
+    stretched = keys.value("rope.scaling.type")
+    if type(stretched) is not str or stretched != "yarn":
         raise keys.wrong("rope.scaling.type", stretched, "yarn")
     return mixtral(keys) | {
         "intermediate_size": keys.integer("expert_feed_forward_length"),

@@ -49,7 +49,7 @@ def read_tower(metadata: Keys, stored: Mapping[str, GgufTensor], place: str, dec
     CheckpointError: a key or a tensor is missing, or they contradict each other or the language model.  UnsupportedError: no
     tower, one that edgeq does not run, or a setting of it.
     """
-    if (name := metadata.get("general.architecture")) != CLIP:
+    if not isinstance(name := metadata.get("general.architecture"), str) or name != CLIP:
         raise UnsupportedError(
             f"{place}: general.architecture is {str(name)[:60]!r}, expected {CLIP!r}: --mmproj takes the file of the tower, "
             "which is published beside the language model as mmproj-....gguf"

@@ -1,4 +1,4 @@
-"""Hostile GGUF files: a small Llama with a tokenizer, written here field by field, whose fields or bytes are changed."""
+"""Hostile GGUF files: small networks with a tokenizer, written here field by field, whose fields or bytes are changed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from edgeq.converters.importers.gguf_tensors import GgufTensor
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES, stored_bytes
 from edgeq.errors import EdgeqError
 
+Entries = dict[str, Any]
 WORDS = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "ab"]
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -79,6 +80,116 @@ TOWER_SHAPES: dict[str, Any] = {
     **{"v.blk.0.ffn_down.weight": [1, [32, 64]], "v.blk.0.ffn_down.bias": [0, [32]]},
     **{"mm.0.weight": [8, [256, 32]], "mm.0.bias": [0, [256]], "mm.2.weight": [8, [256, 256]], "mm.2.bias": [0, [256]]},
 }
+
+
+def norms(*names: str, size: int = 64) -> Entries:
+    return {f"{name}.weight": [0, [size]] for name in names}
+
+
+def matrices(kind: int, **shapes: list[int]) -> Entries:
+    return {f"{name.replace('__', '.')}.weight": [kind, shape] for name, shape in shapes.items()}
+
+
+def layers(*entries: Entries) -> Entries:
+    return {f"blk.{layer}.{name}": entry for layer, found in enumerate(entries) for name, entry in found.items()}
+
+
+def of(name: str, **keys: Any) -> Entries:
+    """Metadata of an architecture; two underscores in a key are a dot."""
+    common = {"context_length": 64, "embedding_length": 64, "feed_forward_length": 64, "rope.freq_base": 1e4}
+    common |= {"attention.layer_norm_rms_epsilon": 1e-5, "attention.head_count": 4}
+    found = {f"{name}.{key}": value for key, value in (common | {k.replace("__", "."): v for k, v in keys.items()}).items()}
+    return {"general.architecture": name, **found}
+
+
+MLP = matrices(2, ffn_gate=[64, 64], ffn_up=[64, 64], ffn_down=[64, 64])
+GEMMA4_LAYER = (
+    norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm", "post_ffw_norm_1", "post_ffw_norm_2")
+    | norms("pre_ffw_norm_2")
+    | norms("attn_q_norm", "attn_k_norm", size=16)
+    | norms("layer_output_scale", size=1)
+    | {"ffn_gate_inp.weight": [0, [2, 64]], "ffn_gate_inp.scale": [0, [64]], "ffn_down_exps.scale": [0, [2]]}
+    | matrices(2, ffn_gate_up_exps=[2, 64, 64], ffn_down_exps=[2, 64, 32])
+    | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_output=[64, 64], inp_gate=[32, 64], proj=[64, 32])
+    | MLP
+)
+WIDE = {
+    **GEMMA4_LAYER,
+    **norms("attn_q_norm", "attn_k_norm", size=32),
+    **matrices(8, attn_q=[128, 64], attn_k=[32, 64], attn_output=[64, 128]),
+}
+NETWORKS: dict[str, tuple[Entries, Entries]] = {
+    "gemma4": (
+        of(
+            "gemma4",
+            block_count=2,
+            attention__head_count_kv=[2, 1],
+            attention__key_length=32,
+            attention__value_length=32,
+            attention__key_length_swa=16,
+            attention__value_length_swa=16,
+            attention__sliding_window=8,
+            attention__sliding_window_pattern=[True, False],
+            attention__shared_kv_layers=0,
+            rope__freq_base_swa=1e4,
+            rope__dimension_count=32,
+            rope__dimension_count_swa=16,
+            embedding_length_per_layer_input=32,
+            final_logit_softcapping=30.0,
+            expert_count=2,
+            expert_used_count=1,
+            expert_feed_forward_length=32,
+        ),
+        norms("output_norm")
+        | norms("per_layer_proj_norm", size=32)
+        | matrices(8, per_layer_token_embd=[263, 64], per_layer_model_proj=[64, 64])
+        | layers(GEMMA4_LAYER | matrices(8, attn_v=[32, 64]), WIDE),
+    ),
+    "lfm2": (
+        of("lfm2", block_count=2, attention__head_count_kv=[0, 2], shortconv__l_cache=3),
+        norms("token_embd_norm")
+        | layers(
+            norms("attn_norm", "ffn_norm")
+            | MLP
+            | matrices(2, shortconv__in_proj=[192, 64], shortconv__out_proj=[64, 64])
+            | {"shortconv.conv.weight": [0, [64, 3]]},
+            norms("attn_norm", "ffn_norm")
+            | norms("attn_q_norm", "attn_k_norm", size=16)
+            | MLP
+            | matrices(2, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64]),
+        ),
+    ),
+    "gpt-oss": (
+        of(
+            "gpt-oss",
+            block_count=1,
+            attention__head_count_kv=2,
+            attention__sliding_window=8,
+            expert_count=2,
+            expert_used_count=1,
+            expert_feed_forward_length=32,
+            rope__scaling__type="yarn",
+            rope__scaling__factor=32.0,
+            rope__scaling__original_context_length=32,
+        ),
+        norms("output_norm")
+        | layers(
+            norms("attn_norm", "post_attention_norm")
+            | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
+            | matrices(2, ffn_gate_exps=[2, 32, 64], ffn_up_exps=[2, 32, 64], ffn_down_exps=[2, 64, 32])
+            | {f"attn_{part}.bias": [0, [size]] for part, size in (("q", 64), ("k", 32), ("v", 32), ("output", 64))}
+            | {f"ffn_{part}_exps.bias": [0, [2, size]] for part, size in (("gate", 32), ("up", 32), ("down", 64))}
+            | {"ffn_gate_inp.weight": [0, [2, 64]], "ffn_gate_inp.bias": [0, [2]], "attn_sinks.weight": [0, [4]]}
+        ),
+    ),
+}
+"""Name -> metadata of the network, and number of the type and shape of its tensors, the embedding left out."""
+
+VOCABULARY = {key: value for key, value in METADATA.items() if key.startswith("tokenizer.")}
+OTHERS = [
+    ({**metadata, **VOCABULARY}, {"token_embd.weight": [8, [len(WORDS), 64]], **shapes})
+    for metadata, shapes in NETWORKS.values()
+]
 TYPES = (*BLOCK_TYPES, 0, 1, 30, 20, 99, 2**31)
 
 
@@ -90,7 +201,7 @@ def gguf(rng: random.Random, path: Path) -> str:
         _write(rng, mmproj, TOWER, TOWER_SHAPES)
         path.write_bytes(encoded(random.Random(0), SEEING, SHAPES))
     if not mmproj or rng.random() < 0.2:
-        _write(rng, path, SEEING if mmproj else METADATA, SHAPES)
+        _write(rng, path, *((SEEING, SHAPES) if mmproj else rng.choice([(METADATA, SHAPES), *OTHERS])))
     try:
         source = GgufSource.open(path, mmproj=mmproj)
         family, config = described(source)
@@ -123,6 +234,7 @@ def encoded(rng: random.Random, metadata: dict[str, Any], tensors: dict[str, Any
         kind, shape = entry if isinstance(entry, list) and len(entry) == 2 else (8, [32, 32])
         shape = shape if isinstance(shape, list) else [32]
         known = kind in (*BLOCK_TYPES, 0, 1, 30) and all(type(n) is int and 0 < n < 1024 for n in shape) and 0 < len(shape) < 5
+        known = known and math.prod(shape) < 1 << 20
         size = (known and stored_bytes(kind, math.prod(shape[:-1]), shape[-1])) or 64
         dimensions = b"".join(number(n, "<Q") for n in shape[::-1])
         infos.append(
@@ -159,6 +271,8 @@ def typed(value: Any) -> bytes:
             return struct.pack("<I", 8) + text(value)
         case list() if value and all(isinstance(each, str) for each in value):
             return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        case list() if value and all(isinstance(each, bool) for each in value):
+            return struct.pack(f"<IIQ{len(value)}?", 9, 7, len(value), *value)
         case list() if value and all(isinstance(each, float) for each in value):
             return struct.pack(f"<IIQ{len(value)}d", 9, 12, len(value), *value)
         case list():
