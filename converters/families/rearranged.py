@@ -76,6 +76,12 @@ def fused_gate_up(config: ModelConfig) -> Sources:
     return sources
 
 
+def convolution(name: str, shape: tuple[int, int]) -> TensorSource:
+    """Taps of channels [channels, taps]: in GGUF files a matrix, in checkpoints with one input channel of each between them."""
+    channels, taps = shape
+    return TensorSource(name, shape, shape, otherwise=TensorSource(name, (channels, 1, taps), shape))
+
+
 def scaled_logits(config: ModelConfig, factor: float) -> Sources:
     """The norm before a head whose logits the network multiplies by a factor; states that are pooled stay as they are."""
     size = (config.hidden_size,)

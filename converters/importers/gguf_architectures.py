@@ -11,6 +11,7 @@ from typing import Any
 
 from edgeq.converters.importers import gguf_settings as settings
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
+from edgeq.converters.importers.gguf_tensors import Layout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
 
 ENDS = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
@@ -54,7 +55,47 @@ GEMMA4_ENDS |= {"per_layer_model_proj.weight": "model.per_layer_model_projection
 GEMMA4_ENDS |= {"per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
 HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
+QWEN_NEXT = ATTENTION | HEAD_NORMS | MLP | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+QWEN_NEXT |= {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_out": "linear_attn.out_proj"}
+QWEN_NEXT |= {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d"}
+QWEN_NEXT |= {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_norm": "linear_attn.norm"}
+QWEN_NEXT |= {"ssm_a.weight": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+QWEN_DRAFTS = {"nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding", "nextn.hnorm": "mtp.pre_fc_norm_hidden"}
+QWEN_DRAFTS |= {"nextn.shared_head_norm": "mtp.norm", "nextn.embed_tokens": "mtp.embed_tokens"}
+QWEN_DRAFTS |= {"nextn.shared_head_head": "mtp.lm_head"}
+QWEN_EXPERTS = EXPERTS | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+QWEN_EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
 RMS_EPSILON = "rms_norm_eps"
+DECAYS = {"ssm_a": Layout(negative_exp=True)}
+
+
+def as_converted(config: Settings) -> Mapping[str, Layout]:
+    return {}
+
+
+def decays(config: Settings) -> Mapping[str, Layout]:
+    return DECAYS
+
+
+def tiled_heads(config: Settings) -> Mapping[str, Layout]:
+    """Value heads of a delta net: the first of every key head, then the second of every one, and so on."""
+    keys, heads, width = (config[f"linear_{size}"] for size in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    if not keys or heads % keys or heads == keys:
+        # Nothing moves; what does not fit is refused where the network is described.
+        return DECAYS
+    before, each = 2 * keys * config["linear_key_head_dim"], heads // keys
+    channels, mixed = Tiles(0, keys, each, width), Tiles(before, keys, each, width)
+    one = Layout(Tiles(0, keys, each, 1))
+    return {
+        "attn_qkv": Layout(mixed),
+        "ssm_conv1d": Layout(mixed),
+        "attn_gate": Layout(channels),
+        "ssm_out": Layout(columns=channels),
+        "ssm_beta": one,
+        "ssm_alpha": one,
+        "ssm_dt": one,
+        "ssm_a": replace(one, negative_exp=True),
+    }
 
 
 @dataclass(frozen=True)
@@ -63,9 +104,12 @@ class Architecture:
 
     family        as in `architectures` of config.json;  model_type  there
     tensors       of a layer: llama.cpp's name -> module; {} stands for the number of an expert.  A name that ends as the
-                  tensor's does, in .weight or .scale -> that of a tensor
+                  tensor's does, in .weight or .scale -> that of a tensor; one without such an end is a weight
     interleaved   rows of q and k in pairs of one rotation, as the original Llama has them, instead of half by half
     gain          what llama.cpp adds to the gains of norms
+    ungained      norms to whose gains it adds nothing
+    layouts       by the keys of config.json: what it does to tensors of a layer, by its names of them
+    drafts        tensors of the layers after the last, which draft tokens, as `tensors`; none: there are no such layers
     settings      further keys of config.json
     epsilon       what config.json calls the epsilon of the norms; any name but RMS_EPSILON is that of a LayerNorm
     ends          tensors outside of the layers: llama.cpp's name -> transformers'
@@ -82,6 +126,9 @@ class Architecture:
     epsilon: str = RMS_EPSILON
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     layers: str = "model.layers."
+    ungained: tuple[str, ...] = ()
+    layouts: Callable[[Settings], Mapping[str, Layout]] = as_converted
+    drafts: Mapping[str, str] = field(default_factory=dict)
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -95,6 +142,16 @@ GPT2 = Architecture(
     ends={EMBEDDING: "transformer.wte.weight", "position_embd.weight": "transformer.wpe.weight", HEAD: "lm_head.weight"}
     | {NORM: "transformer.ln_f.weight", "output_norm.bias": "transformer.ln_f.bias"},
     layers="transformer.h.",
+)
+QWEN_3_5 = Architecture(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    QWEN_NEXT,
+    settings.qwen3_5,
+    gain=1.0,
+    ungained=("ssm_norm",),
+    layouts=tiled_heads,
+    drafts=QWEN_DRAFTS,
 )
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, settings.nothing_else, interleaved=True),
@@ -172,6 +229,23 @@ ARCHITECTURES = {
         settings.gpt_oss,
         # llama.cpp rounds the bounds of its frequencies, the checkpoints do not.
         scaling={"truncate": False},
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        QWEN_NEXT | QWEN_EXPERTS,
+        settings.qwen3_next,
+        gain=1.0,
+        ungained=("ssm_norm",),
+        layouts=decays,
+    ),
+    "qwen35": QWEN_3_5,
+    "qwen35moe": replace(
+        QWEN_3_5,
+        family="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        tensors=QWEN_NEXT | QWEN_EXPERTS,
+        settings=settings.qwen3_5_moe,
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, settings.ernie4_5),
 }

@@ -22,6 +22,8 @@ Settings = dict[str, Any]
 """Keys of config.json."""
 
 EMBEDDING, HEAD, NORM, FREQUENCIES = "token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"
+DRAFT_LAYERS = "mtp_num_hidden_layers"
+"""The key of config.json that says how many layers draft tokens; they are not among the others."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"attention.causal": (True,), "use_parallel_residual": (False,), "pooling_type": (0,)},

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, GgufKeys, Settings
+from edgeq.converters.importers.gguf_keys import DRAFT_LAYERS, EMBEDDING, FREQUENCIES, GgufKeys, Settings
 from edgeq.errors import CheckpointError
 
 GPT2_SIZES = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
@@ -20,6 +20,8 @@ STARCODER2_WINDOW = 4096
 """Published models have this one, which llama.cpp does not store."""
 STOPS = 1e9
 """The divisor of a frequency from which on a pair does not turn in any context."""
+DELTA_PERIOD = 4
+"""llama.cpp's own, for files that do not say which layers attend: every fourth."""
 WINDOWS_PERIOD = 4
 """llama.cpp's own, for files that have a window and do not say in which layers: all but every fourth."""
 
@@ -180,6 +182,55 @@ def lfm2(keys: GgufKeys) -> Settings:
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "block_auto_adjust_ff_dim": False,
     }
+
+
+def delta_net(keys: GgufKeys) -> Settings:
+    """Layers with a state, and the sizes of their heads; the layers that draft tokens come after them."""
+    written, drafts = keys.layers(), keys.integer("nextn_predict_layers", 0)
+    if drafts >= written:
+        raise keys.wrong("nextn_predict_layers", drafts, f"fewer than the {written} of block_count")
+    heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    if not heads or inner % heads:
+        raise keys.wrong("ssm.inner_size", inner, f"a multiple of the {heads} heads of ssm.time_step_rank")
+    states = _layers_with_states(keys, written)[: written - drafts]
+    return {
+        "num_hidden_layers": written - drafts,
+        DRAFT_LAYERS: drafts,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in states],
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+    }
+
+
+def _layers_with_states(keys: GgufKeys, layers: int) -> list[bool]:
+    """A list that says so, or all but every so many-th."""
+    found, period = keys.value("attention.recurrent_layers"), keys.integer("full_attention_interval", DELTA_PERIOD)
+    if found is None:
+        if not period:
+            raise keys.wrong("full_attention_interval", period, "a positive integer")
+        return [(layer + 1) % period != 0 for layer in range(layers)]
+    if not isinstance(found, np.ndarray) or found.dtype.kind not in "biu" or len(found) != layers:
+        raise keys.wrong("attention.recurrent_layers", found, f"{layers} times true or false")
+    return [bool(each) for each in found]
+
+
+def qwen3_next(keys: GgufKeys) -> Settings:
+    shared = keys.integer("expert_shared_feed_forward_length", 0)
+    return delta_net(keys) | qwen3_moe(keys) | {"shared_expert_intermediate_size": shared}
+
+
+def qwen3_5(keys: GgufKeys) -> Settings:
+    """Without its tower: in a text the three positions are the same."""
+    rope_sections(keys)
+    return delta_net(keys)
+
+
+def qwen3_5_moe(keys: GgufKeys) -> Settings:
+    rope_sections(keys)
+    return qwen3_next(keys)
 
 
 def gpt_oss(keys: GgufKeys) -> Settings:

@@ -19,8 +19,8 @@ from edgeq.converters.checkpoint.source import StoredTensor
 from edgeq.converters.importers.gguf_architectures import Architecture, architecture
 from edgeq.converters.importers.gguf_config import config_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
-from edgeq.converters.importers.gguf_keys import EMBEDDING, FREQUENCIES, HEAD, Settings
-from edgeq.converters.importers.gguf_tensors import GgufTensor, bytes_of
+from edgeq.converters.importers.gguf_keys import DRAFT_LAYERS, EMBEDDING, FREQUENCIES, HEAD, Settings
+from edgeq.converters.importers.gguf_tensors import GgufTensor, Layout, bytes_of
 from edgeq.converters.importers.gguf_texts import TOKENIZER, write_texts
 from edgeq.converters.importers.gguf_tower_kinds import TOWERS
 from edgeq.converters.importers.gguf_towers import read_tower
@@ -33,7 +33,7 @@ MAX_FACTORS = 4096
 """Pairs of a head; published models have at most 128."""
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+)\.(weight|bias|scale)")
+_LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+?)(?:\.(weight|bias|scale))?")
 
 
 @dataclass(frozen=True)
@@ -231,33 +231,48 @@ def _renamed(
 ) -> dict[str, GgufTensor]:
     """Tensors under transformers' names, experts one by one.  UnsupportedError: one that has no place."""
     head_sizes = {"attn_q": config["head_dim"], "attn_k": config["head_dim"]} if kind.interleaved else {}
-    found: dict[str, GgufTensor] = {}
+    layouts, found = kind.layouts(dict(config)), dict[str, GgufTensor]()
     for name, tensor in stored.items():
         if name in kind.ends:
             gain = kind.gain if name not in (EMBEDDING, HEAD) else 0.0
             found[kind.ends[name]] = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, added=-gain)
             continue
         at = _LAYER.fullmatch(name)
-        module = kind.tensors.get(at[2]) if at else None
-        if at and (whole_name := kind.tensors.get(f"{at[2]}.{at[3]}")):
-            found[f"{kind.layers}{int(at[1])}.{whole_name}"] = tensor
-            continue
-        if at is None or module is None:
-            raise UnsupportedError(f"{place}: tensor {name:.80} has no place in a {kind.family}; edgeq has nothing for it")
-        prefix, size = f"{kind.layers}{int(at[1])}.", head_sizes.get(at[2], 0)
+        part, end = (at[2], at[3] or "weight") if at else ("", "")
+        prefix, own = _owner(kind, config, int(at[1]) if at else 0)
+        module = kind.tensors.get(part)
+        size = head_sizes.get(part, 0)
         if size and tensor.rows % size:
             raise CheckpointError(f"{place}: {name} has {tensor.rows} rows, no whole heads of {size}")
-        gain = kind.gain if "norm" in at[2] else 0.0
-        whole = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, size, -gain)
-        if "{}" in module and len(tensor.shape) == 3:
+        gain = kind.gain if "norm" in part and part not in kind.ungained else 0.0
+        layout = layouts.get(part, Layout())
+        for moved, count, what in ((layout.rows, tensor.rows, "rows"), (layout.columns, tensor.columns, "columns")):
+            if moved is not None and moved.size != count:
+                raise CheckpointError(f"{place}: {name} has {count} {what}, where the metadata say {moved.size}")
+        whole = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, size, -gain, layout)
+        if (whole_name := kind.tensors.get(f"{part}.{end}")) is not None:
+            found[f"{prefix}{whole_name}"] = whole
+        elif part in own:
+            found[f"{own[part]}.{end}"] = whole
+        elif module is None:
+            raise UnsupportedError(f"{place}: tensor {name:.80} has no place in a {kind.family}; edgeq has nothing for it")
+        elif "{}" in module and len(tensor.shape) == 3:
             experts, rows, columns = tensor.shape
             for expert in range(experts):
-                found[f"{prefix}{module.format(expert)}.{at[3]}"] = whole.part(expert * rows, (rows, columns))
+                found[f"{prefix}{module.format(expert)}.{end}"] = whole.part(expert * rows, (rows, columns))
         elif "{}" in module and len(tensor.shape) == 2 and not tensor.block:
             for expert in range(tensor.rows):
-                found[f"{prefix}{module.format(expert)}.{at[3]}"] = whole.part(expert, (tensor.columns,))
-        elif at[2] == "ffn_gate_inp_shexp":
-            found[f"{prefix}{module}.{at[3]}"] = whole.part(0, (1, tensor.rows * tensor.columns))
+                found[f"{prefix}{module.format(expert)}.{end}"] = whole.part(expert, (tensor.columns,))
+        elif part == "ffn_gate_inp_shexp":
+            found[f"{prefix}{module}.{end}"] = whole.part(0, (1, tensor.rows * tensor.columns))
         else:
-            found[f"{prefix}{module}.{at[3]}"] = whole
+            found[f"{prefix}{module}.{end}"] = whole
     return found
+
+
+def _owner(kind: Architecture, config: Mapping[str, Any], layer: int) -> tuple[str, Mapping[str, str]]:
+    """What the names of the tensors of a layer begin with, and the tensors that only those have which draft tokens."""
+    draft = layer - config["num_hidden_layers"]
+    if kind.drafts and 0 <= draft < config.get(DRAFT_LAYERS, 0):
+        return f"mtp.layers.{draft}.", kind.drafts
+    return f"{kind.layers}{layer}.", {}

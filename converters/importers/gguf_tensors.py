@@ -18,6 +18,40 @@ from edgeq.format.safetensors import floats
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """Blocks of `width` rows or columns after the `first` ones, [outer, inner], which lie as [inner, outer]."""
+
+    first: int
+    outer: int
+    inner: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """Rows or columns in all."""
+        return self.first + self.outer * self.inner * self.width
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Which one of the file each is."""
+        tiles = np.arange(self.outer * self.inner * self.width).reshape(self.inner, self.outer, self.width)
+        return np.concatenate([np.arange(self.first), self.first + tiles.swapaxes(0, 1).reshape(-1)])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What llama.cpp's converter does to a tensor beside giving it a name.
+
+    rows, columns   those that it puts in another order
+    negative_exp    it stores -exp(w)
+    """
+
+    rows: Tiles | None = None
+    columns: Tiles | None = None
+    negative_exp: bool = False
+
+
+@dataclass(frozen=True)
 class GgufTensor:
     """A tensor, or some whole rows of one.
 
@@ -25,6 +59,7 @@ class GgufTensor:
     offset       bytes from the start of the file to its first row
     head_size    rows of a head that llama.cpp interleaves: row i of half s is row 2i + s of the file; 0: rows are in order
     added        to every value: what llama.cpp adds to a gain is taken out again
+    layout       what else is undone
     """
 
     path: Path
@@ -33,7 +68,7 @@ class GgufTensor:
     offset: int
     head_size: int = 0
     added: float = 0.0
-    order: ClassVar[None] = None
+    layout: Layout = Layout()
 
     @property
     def block(self) -> BlockType | None:
@@ -47,6 +82,12 @@ class GgufTensor:
     @property
     def codec(self) -> Codec | None:
         return self.block.codec if self.block else None
+
+    @property
+    def order(self) -> NDArray[np.int32] | None:
+        """Integers stay in the columns of the file, whose blocks may be wider than what was moved."""
+        moved = self.layout.columns
+        return None if moved is None else np.argsort(moved.order).astype(np.int32)
 
     @property
     def columns(self) -> int:
@@ -69,8 +110,12 @@ class GgufTensor:
         top, bottom = first // self.columns, -(-(first + count) // self.columns)
         rows = self._rows(top, bottom - top, name)
         # Whoever reads looks for NaN and infinity in what comes out.
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             values = rows if self.block is None else dequantized(self.block.codec, self.columns, self.block.unpack(rows))
+            if self.layout.negative_exp:
+                values = np.log(-values)
+        if self.layout.columns is not None:
+            values = values[:, self.layout.columns.order]
         if self.added:
             values = values + np.float32(self.added)
         return values.reshape(-1)[first - top * self.columns :][:count]
@@ -87,6 +132,10 @@ class GgufTensor:
 
     def _rows(self, first: int, count: int, name: str) -> AnyArray:
         """Rows in transformers' order: float32 [count, columns], of a quantized type uint8 [count, blocks, bytes]."""
+        if self.layout.rows is not None and count:
+            places = self.layout.rows.order[first : first + count]
+            runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+            return np.concatenate([self._as_stored(int(run[0]), len(run), name) for run in runs])
         if not self.head_size:
             return self._as_stored(first, count, name)
         size = self.head_size

@@ -118,7 +118,38 @@ WIDE = {
     **norms("attn_q_norm", "attn_k_norm", size=32),
     **matrices(8, attn_q=[128, 64], attn_k=[32, 64], attn_output=[64, 128]),
 }
+DELTA_KEYS = {
+    **{"block_count": 3, "attention__head_count_kv": 2, "full_attention_interval": 2, "rope__dimension_count": 8},
+    **{"ssm__conv_kernel": 3, "ssm__state_size": 16, "ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 64},
+}
+ATTENDING = norms("attn_q_norm", "attn_k_norm", size=16)
+ATTENDING |= matrices(8, attn_q=[128, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
+DELTA = {"ssm_a": [0, [4]], "ssm_dt.bias": [0, [4]], "ssm_conv1d.weight": [0, [128, 3]], **norms("ssm_norm", size=16)}
+DELTA |= matrices(2, attn_qkv=[128, 64], attn_gate=[64, 64], ssm_out=[64, 64])
+QWEN_NORMS = norms("attn_norm", "post_attention_norm")
+QWEN_EXPERTS = {"ffn_gate_inp.weight": [0, [2, 64]], "ffn_gate_inp_shexp.weight": [0, [64]]}
+QWEN_EXPERTS |= matrices(2, ffn_gate_exps=[2, 32, 64], ffn_up_exps=[2, 32, 64], ffn_down_exps=[2, 64, 32])
+QWEN_EXPERTS |= matrices(2, ffn_gate_shexp=[32, 64], ffn_up_shexp=[32, 64], ffn_down_shexp=[64, 32])
+DRAFTS = norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {"nextn.eh_proj.weight": [8, [64, 128]]}
+APART, JOINED = matrices(8, ssm_alpha=[4, 64], ssm_beta=[4, 64]), matrices(8, ssm_ba=[8, 64])
 NETWORKS: dict[str, tuple[Entries, Entries]] = {
+    "qwen35": (
+        of("qwen35", **DELTA_KEYS, nextn_predict_layers=1, rope__dimension_sections=[2, 1, 1, 0]),
+        norms("output_norm") | layers(*(QWEN_NORMS | MLP | each for each in (DELTA | APART, ATTENDING, ATTENDING | DRAFTS))),
+    ),
+    "qwen3next": (
+        of(
+            "qwen3next",
+            **DELTA_KEYS,
+            attention__recurrent_layers=[True, False, True],
+            expert_count=2,
+            expert_used_count=1,
+            expert_feed_forward_length=32,
+            expert_shared_feed_forward_length=32,
+        ),
+        norms("output_norm")
+        | layers(*(QWEN_NORMS | QWEN_EXPERTS | each for each in (DELTA | JOINED, ATTENDING, DELTA | JOINED))),
+    ),
     "gemma4": (
         of(
             "gemma4",

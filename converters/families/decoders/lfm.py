@@ -7,6 +7,7 @@ from typing import Any
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, llama_settings
 from edgeq.converters.families.family import NORM, FamilyDescription, Values
+from edgeq.converters.families.rearranged import convolution
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.stack import MAX_SIZES
@@ -83,16 +84,15 @@ def lfm2_sources(config: ModelConfig) -> dict[str, TensorSource]:
         "self_attn.k_norm": (config.head_dim,),
         "self_attn.in_proj": (3 * hidden, hidden),
         "self_attn.out_proj": (hidden, hidden),
-        "self_attn.conv": (hidden, taps),
     }
     sources = {NORM: TensorSource("model.embedding_norm.weight", (hidden,), (hidden,))}
     for layer in range(config.num_hidden_layers):
         for module, theirs in (EVERY_LAYER | (CONVOLUTION if layer in config.conv_layers else ATTENTION)).items():
             shape = shapes.get(module, (hidden,))
             name = f"model.layers.{layer}.{theirs}.weight"
-            # In GGUF files a convolution is a matrix.
-            otherwise = TensorSource(name, (hidden, 1, taps), shape) if module == "self_attn.conv" else None
-            sources[f"model.layers.{layer}.{module}.weight"] = TensorSource(name, shape, shape, otherwise=otherwise)
+            convolves = module == "self_attn.conv"
+            source = convolution(name, (hidden, taps)) if convolves else TensorSource(name, shape, shape)
+            sources[f"model.layers.{layer}.{module}.weight"] = source
     return sources
 
 

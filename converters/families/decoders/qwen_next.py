@@ -11,6 +11,7 @@ from edgeq.converters.families.decoders.experts import expert_mappings, qwen_exp
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, NO_EXPERTS, head_settings
 from edgeq.converters.families.family import NORM, FamilyDescription, Values
 from edgeq.converters.families.positions import partial_rope
+from edgeq.converters.families.rearranged import convolution
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.delta_net import DeltaNet
@@ -150,11 +151,14 @@ def delta_sources(config: ModelConfig, p: str) -> dict[str, TensorSource]:
     }
     ours, theirs, convolved = f"{p}self_attn.", f"{p}linear_attn.", (net.channels, net.taps)
     found = {f"{ours}{mine}": TensorSource(f"{theirs}{name}", shape, shape) for mine, (name, shape) in tensors.items()}
-    return found | {f"{ours}conv.weight": TensorSource(f"{theirs}conv1d.weight", (net.channels, 1, net.taps), convolved)}
+    return found | {f"{ours}conv.weight": convolution(f"{theirs}conv1d.weight", convolved)}
 
 
 def fused_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Qwen3-Next: rows of one matrix are, key head by key head, q, k, v and z; those of another b and a."""
+    """Qwen3-Next: rows of one matrix are, key head by key head, q, k, v and z; those of another b and a.
+
+    In GGUF files z is apart, and q, k and v are in order.
+    """
     net, hidden, sources = config.delta_net, config.hidden_size, qwen_next_sources(config)
     assert net is not None
     shared = net.value_heads // net.key_heads
@@ -162,12 +166,16 @@ def fused_sources(config: ModelConfig) -> dict[str, TensorSource]:
     q, k, v, z = _by_parts(net.key_heads, widths)
     b, a = _by_parts(net.key_heads, (shared, shared))
     fused = {"in_proj_qkvz": {"qkv_proj": q + k + v, "gate_proj": z}, "in_proj_ba": {"b": b, "a": a}}
+    apart = {"qkv_proj": "in_proj_qkv", "gate_proj": "in_proj_z"}
     for layer in net.layers:
         p = f"model.layers.{layer}."
         for theirs, parts in fused.items():
             stored = sum(map(len, parts.values())), hidden
             for ours, rows in parts.items():
-                source = TensorSource(f"{p}linear_attn.{theirs}.weight", stored, (len(rows), hidden), order=rows)
+                shape = len(rows), hidden
+                source = TensorSource(f"{p}linear_attn.{theirs}.weight", stored, shape, order=rows)
+                if ours in apart:
+                    source = TensorSource(f"{p}linear_attn.{apart[ours]}.weight", shape, shape, otherwise=source)
                 sources[f"{p}self_attn.{ours}.weight"] = source
     return sources
 

@@ -15,13 +15,12 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from edgeq.converters.families.decoders.lfm import mlp_width
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
+from tests.converters.importers.layouts.states import Array, delta_net_metadata, delta_net_tensors
 
-Array = NDArray[np.float32]
 ARCHITECTURES = {
     "llama": ("llama", "LLAMA"),
     "mistral": ("llama", "LLAMA"),
@@ -53,6 +52,9 @@ ARCHITECTURES = {
     "lfm2": ("lfm2", "LFM2"),
     "gpt_oss": ("gpt-oss", "GPT_OSS"),
     "gemma4_text": ("gemma4", "GEMMA4"),
+    "qwen3_next": ("qwen3next", "QWEN3NEXT"),
+    "qwen3_5_text": ("qwen35", "QWEN35"),
+    "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
@@ -74,7 +76,7 @@ def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndar
     return raw
 
 
-FLOATS = re.compile(r"gate_inp|conv\.weight|\.bias")
+FLOATS = re.compile(r"gate_inp|conv\.weight|conv1d|ssm_norm|ssm_[ad]$|\.bias")
 """Names of tensors that llama.cpp leaves in float32."""
 
 
@@ -94,10 +96,12 @@ def write_gguf(
     choose: Callable[[str, Array], Type] = exact_float,
     change: Callable[[dict[str, Any]], None] = lambda keys: None,
     tensors: Mapping[str, Array] = MappingProxyType({}),
+    without: tuple[str, ...] = (),
 ) -> None:
     """Write the checkpoint in `folder`.
 
     choose   type of a tensor by its name and values;  change  the metadata;  tensors  some in place of those made of it
+    without  llama.cpp's names of tensors of layers that are left out
     """
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] in ("gpt2", "gpt_bigcode"):
@@ -113,6 +117,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name], config["num_hidden_layers"])
     for theirs, values in {**llama_cpp_tensors(config, folder), **tensors}.items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
+        if ours.split(".")[2:3] and ours.split(".")[2] in without:
+            continue
         kind = choose(ours, values)
         if kind == Type.F32:
             writer.add_tensor(ours, values)
@@ -194,6 +200,8 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys = {key: value for key, value in keys.items() if key not in ("attention.key_length", "attention.value_length")}
     if own == "gemma4":
         keys |= gemma4_metadata(config, rope)
+    if config.get("linear_num_value_heads"):
+        keys |= delta_net_metadata(config, own)
     if own == "gpt-oss":
         keys |= {"attention.sliding_window": config["sliding_window"]}
         keys["expert_feed_forward_length"] = config["intermediate_size"]
@@ -224,6 +232,8 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found[name] = np.ascontiguousarray(by_heads.swapaxes(0, 1)).reshape(values.shape)
         if kind == "gemma3_text" and "norm" in name:
             found[name] = values + 1
+        if config.get("linear_num_value_heads"):
+            found |= delta_net_tensors(config, name, found.pop(name))
         if name.endswith("shared_expert_gate.weight"):
             found[name] = values[0]
         if name.endswith("conv.conv.weight"):

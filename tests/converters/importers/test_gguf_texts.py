@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from transformers import AutoTokenizer, CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
+from transformers import (
+    AutoTokenizer,
+    CohereTokenizer,
+    GPT2Tokenizer,
+    GPTNeoXTokenizer,
+    Qwen2Tokenizer,
+    Qwen3_5Tokenizer,
+)
 
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.importers import gguf_vocabulary, open_source
@@ -143,7 +150,8 @@ def test_byte_level_texts_are_split_as_the_file_names_it(pre: str, text: str, ex
 
 @pytest.mark.parametrize(
     ("pre", "theirs"),
-    [("gpt-2", GPT2Tokenizer), ("mpt", GPTNeoXTokenizer), ("command-r", CohereTokenizer), ("qwen2", Qwen2Tokenizer)],
+    [("gpt-2", GPT2Tokenizer), ("mpt", GPTNeoXTokenizer), ("command-r", CohereTokenizer), ("qwen2", Qwen2Tokenizer)]
+    + [("qwen35", Qwen3_5Tokenizer)],
 )
 def test_texts_are_split_as_by_the_class_of_transformers(pre: str, theirs: Any, tmp_path: Path) -> None:
     """Its own rules, whatever the vocabulary, on every second character of the first 12,000, and on noise."""

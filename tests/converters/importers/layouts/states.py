@@ -1,0 +1,52 @@
+"""What llama.cpp's converter makes of checkpoints whose layers have states: metadata and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+
+
+def delta_net_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
+    heads = config["linear_num_value_heads"]
+    keys = {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "attention.recurrent_layers": [each == "linear_attention" for each in config["layer_types"]],
+    }
+    return keys | ({} if own == "qwen3next" else {"rope.dimension_sections": [11, 11, 10, 0]})
+
+
+def delta_net_tensors(config: Mapping[str, Any], name: str, values: Array) -> dict[str, Array]:
+    """A tensor of these families as llama.cpp's converter has it."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return {name: values + 1}
+    stem, _, part = name.partition("linear_attn.")
+    if part == "in_proj_qkvz.weight":
+        shared, wide = heads // keys, (config["linear_key_head_dim"], config["linear_value_head_dim"])
+        cuts = np.cumsum([wide[0], wide[0], shared * wide[1]])
+        q, k, v, z = np.split(values.reshape(keys, -1, values.shape[-1]), cuts, 1)
+        q, k, v, z = (each.reshape(-1, values.shape[-1]) for each in (q, k, v, z))
+        return {
+            f"{stem}linear_attn.in_proj_qkv.weight": np.concatenate([q, k, v]),
+            f"{stem}linear_attn.in_proj_z.weight": z,
+        }
+    if part.startswith("conv1d"):
+        values = values[:, 0]
+    if part == "A_log":
+        values = -np.exp(values)
+    if part not in ("", "norm.weight") and config["model_type"] != "qwen3_next":
+        whole = {"in_proj_qkv.weight": 2, "conv1d.weight": 2}.get(part, 0) * keys * config["linear_key_head_dim"]
+        turned = values.T if part == "out_proj.weight" else values
+        moved = turned[whole:].reshape(keys, heads // keys, -1, *turned.shape[1:]).swapaxes(0, 1)
+        turned = np.concatenate([turned[:whole], moved.reshape(-1, *turned.shape[1:])])
+        values = np.ascontiguousarray(turned.T if part == "out_proj.weight" else turned)
+    return {name.replace("dt_bias", "dt_proj.bias"): values}
