@@ -11,7 +11,7 @@ from typing import Any
 
 from edgeq.converters.importers import gguf_settings as settings
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
-from edgeq.converters.importers.gguf_tensors import Layout, Tiles
+from edgeq.converters.importers.gguf_tensors import GgufLayout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
 
 ENDS = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
@@ -65,19 +65,21 @@ QWEN_DRAFTS |= {"nextn.shared_head_norm": "mtp.norm", "nextn.embed_tokens": "mtp
 QWEN_DRAFTS |= {"nextn.shared_head_head": "mtp.lm_head"}
 QWEN_EXPERTS = EXPERTS | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 QWEN_EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
+MAMBA = {f"ssm_{part}": f"mamba.{module}" for part, module in (("in", "in_proj"), ("conv1d", "conv1d"), ("norm", "norm"))}
+MAMBA |= {"ssm_out": "mamba.out_proj", "ssm_dt.bias": "mamba.dt_bias", "ssm_a.weight": "mamba.A_log", "ssm_d.weight": "mamba.D"}
 RMS_EPSILON = "rms_norm_eps"
-DECAYS = {"ssm_a": Layout(negative_exp=True)}
+DECAYS = {"ssm_a": GgufLayout(negative_exp=True)}
 
 
-def as_converted(config: Settings) -> Mapping[str, Layout]:
+def as_converted(config: Settings) -> Mapping[str, GgufLayout]:
     return {}
 
 
-def decays(config: Settings) -> Mapping[str, Layout]:
+def decays(config: Settings) -> Mapping[str, GgufLayout]:
     return DECAYS
 
 
-def tiled_heads(config: Settings) -> Mapping[str, Layout]:
+def tiled_heads(config: Settings) -> Mapping[str, GgufLayout]:
     """Value heads of a delta net: the first of every key head, then the second of every one, and so on."""
     keys, heads, width = (config[f"linear_{size}"] for size in ("num_key_heads", "num_value_heads", "value_head_dim"))
     if not keys or heads % keys or heads == keys:
@@ -85,12 +87,12 @@ def tiled_heads(config: Settings) -> Mapping[str, Layout]:
         return DECAYS
     before, each = 2 * keys * config["linear_key_head_dim"], heads // keys
     channels, mixed = Tiles(0, keys, each, width), Tiles(before, keys, each, width)
-    one = Layout(Tiles(0, keys, each, 1))
+    one = GgufLayout(Tiles(0, keys, each, 1))
     return {
-        "attn_qkv": Layout(mixed),
-        "ssm_conv1d": Layout(mixed),
-        "attn_gate": Layout(channels),
-        "ssm_out": Layout(columns=channels),
+        "attn_qkv": GgufLayout(mixed),
+        "ssm_conv1d": GgufLayout(mixed),
+        "attn_gate": GgufLayout(channels),
+        "ssm_out": GgufLayout(columns=channels),
         "ssm_beta": one,
         "ssm_alpha": one,
         "ssm_dt": one,
@@ -127,7 +129,7 @@ class Architecture:
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     layers: str = "model.layers."
     ungained: tuple[str, ...] = ()
-    layouts: Callable[[Settings], Mapping[str, Layout]] = as_converted
+    layouts: Callable[[Settings], Mapping[str, GgufLayout]] = as_converted
     drafts: Mapping[str, str] = field(default_factory=dict)
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -192,6 +194,14 @@ ARCHITECTURES = {
     "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, settings.exaone4),
     "glm4": Architecture("Glm4ForCausalLM", "glm4", NORMS | ATTENTION | GLM_NORMS | GLM_MLP, settings.glm4),
     "granite": Architecture("GraniteForCausalLM", "granite", LLAMA, settings.granite, interleaved=True),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        LLAMA | MAMBA | EXPERTS | SHARED | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        settings.granite_hybrid,
+        interleaved=True,
+        layouts=decays,
+    ),
     "command-r": Architecture("CohereForCausalLM", "cohere", COHERE, settings.command_r, epsilon="layer_norm_eps"),
     "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", COHERE, settings.cohere2, epsilon="layer_norm_eps"),
     "hunyuan-dense": Architecture(

@@ -169,19 +169,61 @@ def exaone4(keys: GgufKeys) -> Settings:
     return {"layer_types": None} | windows(keys)
 
 
-def lfm2(keys: GgufKeys) -> Settings:
-    """A layer without heads of keys and values has a convolution."""
+def attending(keys: GgufKeys) -> tuple[int, list[bool]]:
+    """Heads of keys and values of the layers that have some, and which those are: the others have a state."""
     heads = keys.integers("attention.head_count_kv", 1 << 16)
     attends = {each for each in heads if each}
-    if len(heads) != keys.integer("block_count") or len(attends) != 1:
+    if len(heads) != keys.layers() or len(attends) != 1:
         raise keys.wrong("attention.head_count_kv", heads, "a number for each layer, 0 or the same")
+    return attends.pop(), [bool(each) for each in heads]
+
+
+def lfm2(keys: GgufKeys) -> Settings:
+    """A layer without heads of keys and values has a convolution."""
+    heads, attends = attending(keys)
     return {
-        "num_key_value_heads": attends.pop(),
-        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "num_key_value_heads": heads,
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
         "conv_L_cache": keys.integer("shortconv.l_cache"),
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "block_auto_adjust_ff_dim": False,
     }
+
+
+def mamba(keys: GgufKeys, layer: int) -> Settings:
+    """Sizes of a state space, which `layer` has."""
+    return {
+        "mamba_n_heads": keys.integer("ssm.time_step_rank"),
+        "mamba_n_groups": keys.integer("ssm.group_count"),
+        "mamba_d_state": keys.integer("ssm.state_size"),
+        "mamba_d_conv": keys.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": keys.has("ssm_conv1d.bias", layer),
+    }
+
+
+def granite_hybrid(keys: GgufKeys) -> Settings:
+    """A layer without heads of keys and values has a state space; llama.cpp calls a rope that is there fine-tuned."""
+    heads, attends = attending(keys)
+    rotated, experts = keys.flag("rope.scaling.finetuned", True), keys.integer("expert_count", 0)
+    inner, hidden, width = keys.integer("ssm.inner_size"), keys.integer("embedding_length"), "feed_forward_length"
+    if all(attends):
+        raise keys.wrong("attention.head_count_kv", [heads] * len(attends), "0 for layers of a state space")
+    if not hidden or inner % hidden:
+        raise keys.wrong("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden}")
+    return (
+        granite_multipliers(keys)
+        | mamba(keys, attends.index(False))
+        | {
+            "num_key_value_heads": heads,
+            "layer_types": ["attention" if each else "mamba" for each in attends],
+            "position_embedding_type": "rope" if rotated else "nope",
+            "mamba_expand": inner // hidden,
+            "num_local_experts": experts,
+            "num_experts_per_tok": keys.integer("expert_used_count", 0),
+            "intermediate_size": keys.integer(width),
+            "shared_intermediate_size": keys.integer(f"expert_shared_{width}" if experts else width),
+        }
+    )
 
 
 def delta_net(keys: GgufKeys) -> Settings:
@@ -272,8 +314,13 @@ def ernie4_5(keys: GgufKeys) -> Settings:
 
 
 def granite(keys: GgufKeys) -> Settings:
-    """llama.cpp takes 0 for an absent multiplier, and calls a network without a rope one that was not fine-tuned."""
+    """llama.cpp calls a network without a rope one that was not fine-tuned."""
     keys.only("rope.scaling.finetuned", True)
+    return granite_multipliers(keys)
+
+
+def granite_multipliers(keys: GgufKeys) -> Settings:
+    """llama.cpp takes 0 for an absent one."""
     head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // keys.integer("attention.head_count"))
     return {
         "attention_multiplier": keys.number("attention.scale", 0.0) or head_dim**-0.5,

@@ -20,7 +20,7 @@ from edgeq.converters.importers.gguf_architectures import Architecture, architec
 from edgeq.converters.importers.gguf_config import config_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
 from edgeq.converters.importers.gguf_keys import DRAFT_LAYERS, EMBEDDING, FREQUENCIES, HEAD, Settings
-from edgeq.converters.importers.gguf_tensors import GgufTensor, Layout, bytes_of
+from edgeq.converters.importers.gguf_tensors import GgufLayout, GgufTensor, bytes_of
 from edgeq.converters.importers.gguf_texts import TOKENIZER, write_texts
 from edgeq.converters.importers.gguf_tower_kinds import TOWERS
 from edgeq.converters.importers.gguf_towers import read_tower
@@ -245,7 +245,7 @@ def _renamed(
         if size and tensor.rows % size:
             raise CheckpointError(f"{place}: {name} has {tensor.rows} rows, no whole heads of {size}")
         gain = kind.gain if "norm" in part and part not in kind.ungained else 0.0
-        layout = layouts.get(part, Layout())
+        layout = layouts.get(part, GgufLayout())
         for moved, count, what in ((layout.rows, tensor.rows, "rows"), (layout.columns, tensor.columns, "columns")):
             if moved is not None and moved.size != count:
                 raise CheckpointError(f"{place}: {name} has {count} {what}, where the metadata say {moved.size}")

@@ -39,7 +39,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GgufLayout:
     """What llama.cpp's converter does to a tensor beside giving it a name.
 
     rows, columns   those that it puts in another order
@@ -68,7 +68,7 @@ class GgufTensor:
     offset: int
     head_size: int = 0
     added: float = 0.0
-    layout: Layout = Layout()
+    layout: GgufLayout = GgufLayout()
 
     @property
     def block(self) -> BlockType | None:

@@ -132,7 +132,33 @@ QWEN_EXPERTS |= matrices(2, ffn_gate_exps=[2, 32, 64], ffn_up_exps=[2, 32, 64], 
 QWEN_EXPERTS |= matrices(2, ffn_gate_shexp=[32, 64], ffn_up_shexp=[32, 64], ffn_down_shexp=[64, 32])
 DRAFTS = norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {"nextn.eh_proj.weight": [8, [64, 128]]}
 APART, JOINED = matrices(8, ssm_alpha=[4, 64], ssm_beta=[4, 64]), matrices(8, ssm_ba=[8, 64])
+MAMBA = {f"ssm_{name}": [0, [4, 1]] for name in "ad"} | {"ssm_dt.bias": [0, [4]], "ssm_norm.weight": [0, [2, 64]]}
+MAMBA |= {"ssm_conv1d.weight": [0, [192, 3]], "ssm_conv1d.bias": [0, [192]]} | matrices(2, ssm_in=[324, 64], ssm_out=[64, 128])
 NETWORKS: dict[str, tuple[Entries, Entries]] = {
+    "granitehybrid": (
+        of(
+            "granitehybrid",
+            block_count=2,
+            attention__head_count_kv=[0, 2],
+            attention__scale=0.25,
+            embedding_scale=2.0,
+            residual_scale=0.5,
+            logit_scale=4.0,
+            rope__scaling__finetuned=False,
+            ssm__conv_kernel=3,
+            ssm__state_size=16,
+            ssm__group_count=2,
+            ssm__time_step_rank=4,
+            ssm__inner_size=128,
+        ),
+        norms("output_norm")
+        | layers(
+            norms("attn_norm", "ffn_norm") | MLP | MAMBA,
+            norms("attn_norm", "ffn_norm")
+            | MLP
+            | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64]),
+        ),
+    ),
     "qwen35": (
         of("qwen35", **DELTA_KEYS, nextn_predict_layers=1, rope__dimension_sections=[2, 1, 1, 0]),
         norms("output_norm") | layers(*(QWEN_NORMS | MLP | each for each in (DELTA | APART, ATTENDING, ATTENDING | DRAFTS))),
@@ -271,10 +297,9 @@ def encoded(rng: random.Random, metadata: dict[str, Any], tensors: dict[str, Any
         infos.append(
             text(name) + struct.pack("<I", len(shape)) + dimensions + number(kind, "<I") + struct.pack("<Q", len(data))
         )
-        # Few scales of random bytes are finite: most files have small numbers, whose bytes are all alike.
-        data += (rng.randbytes(size) if rng.random() < 0.02 else bytes([rng.randrange(0x30)]) * size).ljust(
-            -(-size // 32) * 32, b"\0"
-        )
+        # Few scales of random bytes are finite: most files have small numbers, whose bytes are all alike; decays are negative.
+        alike = rng.randrange(0x30) | (0x80 if name.endswith("ssm_a") else 0)
+        data += (rng.randbytes(size) if rng.random() < 0.02 else bytes([alike]) * size).ljust(-(-size // 32) * 32, b"\0")
     head = b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(entries)) + b"".join(entries) + b"".join(infos)
     return head.ljust(-(-len(head) // 32) * 32, b"\0") + data
 

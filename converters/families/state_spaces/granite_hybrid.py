@@ -16,7 +16,7 @@ from edgeq.converters.families.decoders.experts import expert_mappings
 from edgeq.converters.families.decoders.granite import MULTIPLIERS, granite_settings
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, NO_EXPERTS
 from edgeq.converters.families.family import FamilyDescription, Values, network_mappings
-from edgeq.converters.families.rearranged import Sources, flag, multiplier, scaled_logits
+from edgeq.converters.families.rearranged import Sources, convolution, flag, multiplier, scaled_logits
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.json_records import check_integer
@@ -111,15 +111,20 @@ def hybrid_sources(config: ModelConfig, logits: float, biased: bool) -> Sources:
 
 
 def gate_up_down(ours: str, theirs: str, shape: tuple[int, int], of: tuple[int, int] | None = None) -> Sources:
-    """Gate above up in `input_linear`, down in `output_linear`; of: how many such matrices follow one another, and which."""
+    """Gate above up in `input_linear`, down in `output_linear`; of: how many such matrices follow one another, and which.
+
+    In GGUF files they are apart.
+    """
     (inner, hidden), (count, index) = shape, of or (1, 0)
     many = (count,) if of else ()
     wide, narrow = (*many, 2 * inner, hidden), (*many, hidden, inner)
-    return {
-        f"{ours}gate_proj.weight": TensorSource(f"{theirs}input_linear.weight", wide, (inner, hidden), 2 * inner * index),
-        f"{ours}up_proj.weight": TensorSource(f"{theirs}input_linear.weight", wide, (inner, hidden), 2 * inner * index + inner),
-        f"{ours}down_proj.weight": TensorSource(f"{theirs}output_linear.weight", narrow, (hidden, inner), hidden * index),
+    fused = {
+        "gate": TensorSource(f"{theirs}input_linear.weight", wide, (inner, hidden), 2 * inner * index),
+        "up": TensorSource(f"{theirs}input_linear.weight", wide, (inner, hidden), 2 * inner * index + inner),
+        "down": TensorSource(f"{theirs}output_linear.weight", narrow, (hidden, inner), hidden * index),
     }
+    names = {f"{ours}{part}_proj.weight": source for part, source in fused.items()}
+    return {name: TensorSource(name, source.shape, source.shape, otherwise=source) for name, source in names.items()}
 
 
 def state_space_sources(
@@ -136,19 +141,30 @@ def state_space_sources(
     ours, theirs, rows = f"{p}self_attn.", f"{p}{owner}", (inner + channels + heads, hidden)
     sizes, at = (inner, inner, net.groups * net.state_dim, net.groups * net.state_dim, heads), (f"{theirs}in_proj.weight", rows)
     gate, *xbc, dt = (TensorSource(*at, (size, hidden), sum(sizes[:i]), factor=factors[i]) for i, size in enumerate(sizes))
-    shapes = {"decay.weight": "A_log", "dt.bias": "dt_bias", "skip.weight": "D"}
-    convolved = (channels, net.taps)
+    vectors = {
+        "decay.weight": ("A_log", (heads, 1)),
+        "skip.weight": ("D", (heads, 1)),
+        "norm.weight": ("norm.weight", (net.groups, inner // net.groups)),
+    }
+    if net.norm == "none":
+        del vectors["norm.weight"]
     return {
         f"{ours}in_proj.weight": TensorSource("", (), (channels + inner, hidden), parts=(*xbc, gate)),
         f"{ours}dt_rates.weight": dt,
-        f"{ours}conv.weight": TensorSource(f"{theirs}conv1d.weight", (channels, 1, net.taps), convolved),
+        f"{ours}conv.weight": convolution(f"{theirs}conv1d.weight", (channels, net.taps)),
         f"{ours}conv.bias": TensorSource(f"{theirs}conv1d.bias" if biased else "", (channels,) if biased else (), (channels,)),
-        **{f"{ours}{mine}": TensorSource(f"{theirs}{name}", (heads,), (heads,)) for mine, name in shapes.items()},
-        **({} if net.norm == "none" else {f"{ours}norm.weight": TensorSource(f"{theirs}norm.weight", (inner,), (inner,))}),
+        f"{ours}dt.bias": TensorSource(f"{theirs}dt_bias", (heads,), (heads,)),
+        **{f"{ours}{mine}": flattened(f"{theirs}{name}", shape) for mine, (name, shape) in vectors.items()},
         f"{ours}out_proj.weight": TensorSource(
             f"{theirs}out_proj.weight", (hidden, inner), (hidden, inner), factor=factors[-1]
         ),
     }
+
+
+def flattened(name: str, shape: tuple[int, int]) -> TensorSource:
+    """A vector that is a matrix in GGUF files."""
+    size = (shape[0] * shape[1],)
+    return TensorSource(name, shape, size, otherwise=TensorSource(name, size, size))
 
 
 def granite_hybrid(hf: Values) -> FamilyDescription:

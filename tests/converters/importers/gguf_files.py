@@ -19,7 +19,13 @@ from safetensors.torch import load_file
 
 from edgeq.converters.families.decoders.lfm import mlp_width
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
-from tests.converters.importers.layouts.states import Array, delta_net_metadata, delta_net_tensors
+from tests.converters.importers.layouts.states import (
+    Array,
+    delta_net_metadata,
+    delta_net_tensors,
+    state_space_metadata,
+    state_space_tensors,
+)
 
 ARCHITECTURES = {
     "llama": ("llama", "LLAMA"),
@@ -52,11 +58,13 @@ ARCHITECTURES = {
     "lfm2": ("lfm2", "LFM2"),
     "gpt_oss": ("gpt-oss", "GPT_OSS"),
     "gemma4_text": ("gemma4", "GEMMA4"),
+    "granitemoehybrid": ("granitehybrid", "GRANITE_HYBRID"),
     "qwen3_next": ("qwen3next", "QWEN3NEXT"),
     "qwen3_5_text": ("qwen35", "QWEN35"),
     "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid")
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
 GPT2_KEYS |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -82,7 +90,7 @@ FLOATS = re.compile(r"gate_inp|conv\.weight|conv1d|ssm_norm|ssm_[ad]$|\.bias")
 
 def exact_float(name: str, values: Array) -> Type:
     """Matrices of bfloat16, as the checkpoints are; vectors in float32."""
-    return Type.BF16 if values.ndim > 1 else Type.F32
+    return Type.BF16 if values.ndim > 1 and values.shape[-1] > 1 else Type.F32
 
 
 def in_type(kind: Type) -> Callable[[str, Array], Type]:
@@ -202,6 +210,8 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys |= gemma4_metadata(config, rope)
     if config.get("linear_num_value_heads"):
         keys |= delta_net_metadata(config, own)
+    if "mamba_n_heads" in config:
+        keys |= state_space_metadata(config, own)
     if own == "gpt-oss":
         keys |= {"attention.sliding_window": config["sliding_window"]}
         keys["expert_feed_forward_length"] = config["intermediate_size"]
@@ -221,7 +231,9 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
     found = {name: values.float().numpy() for name, values in load_file(folder / "model.safetensors").items()}
     kind = config["model_type"]
     for name, values in list(found.items()):
-        if kind in ("llama", "mistral", "mixtral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
+        if kind in ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid") and (
+            ".q_proj." in name or ".k_proj." in name
+        ):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, -1, *values.shape[1:])
             found[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
@@ -232,6 +244,8 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found[name] = np.ascontiguousarray(by_heads.swapaxes(0, 1)).reshape(values.shape)
         if kind == "gemma3_text" and "norm" in name:
             found[name] = values + 1
+        if "mamba_n_heads" in config:
+            found |= state_space_tensors(config, name, found.pop(name))
         if config.get("linear_num_value_heads"):
             found |= delta_net_tensors(config, name, found.pop(name))
         if name.endswith("shared_expert_gate.weight"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_keys": {"rope_parameters": GEMMA4_ROPE},
     "gemma4_moe": {"rope_parameters": GEMMA4_ROPE},
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "granite_hybrid": {"time_step_limit": (0.0, math.inf)},
+    "granite_hybrid_moe": {},
     "qwen3_next": {**ALIKE_HEADS, "norm_topk_prob": True},
     "qwen3_5": ALIKE_HEADS,
     "qwen3_5_moe": ALIKE_HEADS,

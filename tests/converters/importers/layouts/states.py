@@ -50,3 +50,41 @@ def delta_net_tensors(config: Mapping[str, Any], name: str, values: Array) -> di
         turned = np.concatenate([turned[:whole], moved.reshape(-1, *turned.shape[1:])])
         values = np.ascontiguousarray(turned.T if part == "out_proj.weight" else turned)
     return {name.replace("dt_bias", "dt_proj.bias"): values}
+
+
+def state_space_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
+    keys = {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.inner_size": config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"],
+    }
+    if own == "granitehybrid":
+        attends = [each in ("attention", "full_attention") for each in config["layer_types"]]
+        keys["attention.head_count_kv"] = [config["num_key_value_heads"] * each for each in attends]
+        keys["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
+        shared = config["shared_intermediate_size"]
+        keys |= {"expert_shared_feed_forward_length" if config["num_local_experts"] else "feed_forward_length": shared}
+    return keys
+
+
+def state_space_tensors(config: Mapping[str, Any], name: str, values: Array) -> dict[str, Array]:
+    """A tensor of these families as llama.cpp's converter has it."""
+    part = name.rpartition(".mamba.")[2]
+    if part == "conv1d.weight":
+        values = values[:, 0]
+    if part in ("A_log", "D"):
+        values = (-np.exp(values) if part == "A_log" else values)[:, None]
+    if part == "norm.weight" and name != part:
+        values = values.reshape(config["mamba_n_groups"], -1)
+    shared = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
+    owner, _, fused = (
+        name.replace("block_sparse_moe", "mlp.experts").replace("shared_mlp", shared).rpartition(".")[0].rpartition(".")
+    )
+    if fused == "output_linear":
+        return {f"{owner}.down_proj.weight": values}
+    if fused == "input_linear":
+        gate, up = (np.ascontiguousarray(each) for each in np.split(values, 2, -2))
+        return {f"{owner}.gate_proj.weight": gate, f"{owner}.up_proj.weight": up}
+    return {name.replace("dt_bias", "dt_proj.bias"): values}
