@@ -67,6 +67,8 @@ QWEN_EXPERTS = EXPERTS | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_she
 QWEN_EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
 MAMBA = {f"ssm_{part}": f"mamba.{module}" for part, module in (("in", "in_proj"), ("conv1d", "conv1d"), ("norm", "norm"))}
 MAMBA |= {"ssm_out": "mamba.out_proj", "ssm_dt.bias": "mamba.dt_bias", "ssm_a.weight": "mamba.A_log", "ssm_d.weight": "mamba.D"}
+FALCON_H1 = ATTENTION | MAMBA | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
+FALCON_H1 |= {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 RMS_EPSILON = "rms_norm_eps"
 DECAYS = {"ssm_a": GgufLayout(negative_exp=True)}
 
@@ -200,6 +202,14 @@ ARCHITECTURES = {
         LLAMA | MAMBA | EXPERTS | SHARED | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
         settings.granite_hybrid,
         interleaved=True,
+        layouts=decays,
+    ),
+    "falcon-h1": Architecture(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        FALCON_H1,
+        settings.falcon_h1,
+        ends=ENDS | {NORM: "model.final_layernorm.weight"},
         layouts=decays,
     ),
     "command-r": Architecture("CohereForCausalLM", "cohere", COHERE, settings.command_r, epsilon="layer_norm_eps"),

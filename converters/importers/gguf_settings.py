@@ -226,6 +226,15 @@ def granite_hybrid(keys: GgufKeys) -> Settings:
     )
 
 
+def falcon_h1(keys: GgufKeys) -> Settings:
+    """Multipliers are in the weights; llama.cpp gates before the norm, whatever the checkpoint did."""
+    return mamba(keys, 0) | {
+        "mamba_d_ssm": keys.integer("ssm.inner_size"),
+        "mamba_rms_norm": keys.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def delta_net(keys: GgufKeys) -> Settings:
     """Layers with a state, and the sizes of their heads; the layers that draft tokens come after them."""
     written, drafts = keys.layers(), keys.integer("nextn_predict_layers", 0)

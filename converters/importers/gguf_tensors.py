@@ -114,10 +114,10 @@ class GgufTensor:
             values = rows if self.block is None else dequantized(self.block.codec, self.columns, self.block.unpack(rows))
             if self.layout.negative_exp:
                 values = np.log(-values)
+            if self.added:
+                values = values + np.float32(self.added)
         if self.layout.columns is not None:
             values = values[:, self.layout.columns.order]
-        if self.added:
-            values = values + np.float32(self.added)
         return values.reshape(-1)[first - top * self.columns :][:count]
 
     def quantized(self, first: int, count: int, name: str) -> StoredArrays:

@@ -159,6 +159,26 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
             | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64]),
         ),
     ),
+    "falcon-h1": (
+        of(
+            "falcon-h1",
+            block_count=1,
+            attention__head_count_kv=2,
+            ssm__conv_kernel=3,
+            ssm__state_size=16,
+            ssm__group_count=2,
+            ssm__time_step_rank=4,
+            ssm__inner_size=128,
+        ),
+        norms("output_norm")
+        | layers(
+            norms("attn_norm")
+            | {"ffn_norm": [0, [64]]}
+            | MLP
+            | MAMBA
+            | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
+        ),
+    ),
     "qwen35": (
         of("qwen35", **DELTA_KEYS, nextn_predict_layers=1, rope__dimension_sections=[2, 1, 1, 0]),
         norms("output_norm") | layers(*(QWEN_NORMS | MLP | each for each in (DELTA | APART, ATTENDING, ATTENDING | DRAFTS))),

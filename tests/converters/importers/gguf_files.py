@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "gpt_oss": ("gpt-oss", "GPT_OSS"),
     "gemma4_text": ("gemma4", "GEMMA4"),
     "granitemoehybrid": ("granitehybrid", "GRANITE_HYBRID"),
+    "falcon_h1": ("falcon-h1", "FALCON_H1"),
     "qwen3_next": ("qwen3next", "QWEN3NEXT"),
     "qwen3_5_text": ("qwen35", "QWEN35"),
     "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
@@ -191,7 +192,7 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
             keys[f"attention.layer_norm_{'rms_' * (epsilon == 'rms_norm_eps')}epsilon"] = config[epsilon]
     multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     multipliers |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
-    keys |= {key: float(config[name]) for name, key in multipliers.items() if name in config}
+    keys |= {key: float(config[name]) for name, key in multipliers.items() if name in config and own != "falcon-h1"}
     if full.get("rope_type") == "dynamic":
         # Hunyuan's: a constant that the base takes.
         keys["rope.freq_base"] *= full["alpha"] ** (head_dim / (head_dim - 2))

@@ -221,6 +221,42 @@ def test_the_base_of_a_hunyuan_has_its_constant_in_it(checkpoint: Callable[..., 
     assert np.abs(logits(found, tmp_path / "found.edgeq") - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+FALCONS = {
+    "falcon_h1": {"time_step_limit": (0.0, math.inf), "tie_word_embeddings": False},
+    "falcon_h1_gate": {"tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("family", FALCONS)
+def test_weights_of_a_falcon_h1_have_their_multipliers_in_them(
+    checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    """So the norm before the head has none, and one of the embedding is no setting."""
+    folder = checkpoint(family, **FALCONS[family])
+    write_gguf(folder, tmp_path / "m.gguf", lambda name, values: Type.F32)
+    wanted, found = (plan_of(place, method="none") for place in (folder, tmp_path / "m.gguf"))
+    ours, theirs = wanted.method.config, found.method.config
+    assert ours.embedding_multiplier not in (0, 1) and replace(ours, embedding_multiplier=1.0) == theirs
+    for name, shape in wanted.method.family.tensor_shapes().items():
+        if not name.startswith(("model.embed", "model.norm", "lm_head")):
+            expected, read = (each.checkpoint.rows(name, 0, shape[0]) for each in (wanted, found))
+            assert np.allclose(read, expected, rtol=1e-6, atol=1e-6), name
+    expected = logits(wanted, tmp_path / "wanted.edgeq")
+    assert np.abs(logits(found, tmp_path / "found.edgeq") - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_integers_of_a_falcon_h1_are_kept(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Its gate, x, B and C too, which are rows of one matrix beside those of dt, which are floats."""
+    write_gguf(checkpoint("falcon_h1_gate", **FALCONS["falcon_h1_gate"]), tmp_path / "m.gguf", in_type(Type.Q4_1))
+    plan = plan_of(tmp_path / "m.gguf")
+    file = carry_out(plan, tmp_path / "m.edgeq", silent).file
+    kinds = {name: {weight.codec.name for weight in linear.weights} for name, linear in file.metadata.linears.items()}
+    assert all(kind == ({"f32"} if name.endswith("ssd_dt") else {"i4 g32 offset"}) for name, kind in kinds.items())
+    read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
+    for name, shape in plan.method.family.tensor_shapes().items():
+        assert np.array_equal(read(name), plan.checkpoint.rows(name, 0, shape[0])), name
+
+
 def test_multipliers_that_are_absent_or_0_change_nothing(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     def change(keys: dict[str, Any]) -> None:
         del keys["granite.embedding_scale"]

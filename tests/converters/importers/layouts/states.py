@@ -71,6 +71,8 @@ def state_space_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
 
 def state_space_tensors(config: Mapping[str, Any], name: str, values: Array) -> dict[str, Array]:
     """A tensor of these families as llama.cpp's converter has it."""
+    if config["model_type"] == "falcon_h1":
+        values = values * multiplied(config, name)
     part = name.rpartition(".mamba.")[2]
     if part == "conv1d.weight":
         values = values[:, 0]
@@ -88,3 +90,26 @@ def state_space_tensors(config: Mapping[str, Any], name: str, values: Array) -> 
         gate, up = (np.ascontiguousarray(each) for each in np.split(values, 2, -2))
         return {f"{owner}.gate_proj.weight": gate, f"{owner}.up_proj.weight": up}
     return {name.replace("dt_bias", "dt_proj.bias"): values}
+
+
+def multiplied(config: Mapping[str, Any], name: str) -> np.float32 | Array:
+    """The multipliers of a Falcon-H1 that llama.cpp's converter puts into a tensor, for all rows or for each."""
+    attends, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    found = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "q_proj": attends,
+        "k_proj": attends * config["key_multiplier"],
+        "v_proj": attends,
+        "o_proj": config["attention_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "out_proj": config["ssm_out_multiplier"],
+    }
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module != "in_proj":
+        return np.float32(found.get(module, 1))
+    inner = config["mamba_d_ssm"] or config["mamba_expand"] * config["hidden_size"]
+    shared = config["mamba_n_groups"] * config["mamba_d_state"]
+    factors = np.array(config["ssm_multipliers"]) * config["ssm_in_multiplier"]
+    return np.repeat(factors, [inner, inner, shared, shared, config["mamba_n_heads"]]).astype(np.float32)[:, None]
