@@ -15,6 +15,8 @@ from edgeq.errors import CheckpointError
 GPT2_SIZES = {"n_embd": "embedding_length", "n_layer": "block_count", "n_head": "attention.head_count"}
 GPT2_SIZES |= {"n_positions": "context_length", "n_inner": "feed_forward_length"}
 """Key of config.json -> llama.cpp's."""
+DRAFT_TABLES = ("embed_tokens", "shared_head_head")
+"""Tables of its own that a layer which drafts tokens may have."""
 GEMMA_27B_LAYERS = 62
 STARCODER2_WINDOW = 4096
 """Published models have this one, which llama.cpp does not store."""
@@ -247,6 +249,7 @@ def delta_net(keys: GgufKeys) -> Settings:
     return {
         "num_hidden_layers": written - drafts,
         DRAFT_LAYERS: drafts,
+        "mtp_use_dedicated_embeddings": any(keys.has(f"nextn.{table}.weight", written - drafts) for table in DRAFT_TABLES),
         "layer_types": ["linear_attention" if each else "full_attention" for each in states],
         "linear_num_key_heads": keys.integer("ssm.group_count"),
         "linear_num_value_heads": heads,

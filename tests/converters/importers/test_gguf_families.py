@@ -319,24 +319,49 @@ def test_columns_move_out_of_blocks_that_are_wider_than_a_head(checkpoint: Calla
         assert np.abs(model.session().prefill(TOKENS) - expected).max() < 1e-3 * np.abs(expected).max()
 
 
-def test_layers_that_draft_tokens_are_not_among_the_others(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Layers after the last that `nextn_predict_layers` counts; more of them have no place."""
-    folder, size = checkpoint("qwen3_5", **ALIKE_HEADS), np.ones(128, np.float32)
-    kinds = [True, False, True, True, False]
-    drafts = {"attn_norm": size, "nextn.enorm": size, "nextn.hnorm": size, "nextn.eh_proj": np.ones((128, 256), np.float32)}
+def test_the_layer_that_drafts_tokens_comes_after_the_others(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """`nextn_predict_layers` counts it; it is left out where it has a table of its own, and more of them have no place."""
+    folder, rng = checkpoint("qwen3_5", **ALIKE_HEADS), np.random.default_rng(3)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm"), (128,)
+    )
+    shapes |= {"nextn.shared_head_norm": (128,), "attn_q_norm": (64,), "attn_k_norm": (64,), "nextn.eh_proj": (128, 256)}
+    shapes |= {"attn_q": (512, 128), "attn_k": (128, 128), "attn_v": (128, 128), "attn_output": (128, 256)}
+    shapes |= {"ffn_gate": (256, 128), "ffn_up": (256, 128), "ffn_down": (128, 256)}
+    drafts = {name: rng.uniform(1, 2, shape).astype(np.float32) for name, shape in shapes.items()}
 
     def change(keys: dict[str, Any]) -> None:
-        keys |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1, "qwen35.attention.recurrent_layers": kinds}
+        keys |= {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+        keys["qwen35.attention.recurrent_layers"] = [True, False, True, True, False]
 
-    def written(layer: int) -> Path:
+    def plan(layer: int, table: str = "") -> ConversionPlan:
         tensors = {f"blk.{layer}.{name}.weight": values for name, values in drafts.items()}
-        write_gguf(folder, tmp_path / f"{layer}.gguf", change=change, tensors=tensors)
-        return tmp_path / f"{layer}.gguf"
+        tensors |= {f"blk.{layer}.nextn.{table}.weight": np.ones((2048, 128), np.float32)} if table else {}
+        write_gguf(folder, tmp_path / "m.gguf", lambda name, values: Type.F32, change, tensors)
+        return plan_of(tmp_path / "m.gguf", method="none")
 
-    config = plan_of(written(4), method="none").method.config
-    assert config == plan_of(folder, method="none").method.config and config.num_hidden_layers == 4
-    with pytest.raises(UnsupportedError, match=r"tensor blk\.5\.nextn\.e\w+\.weight has no place in a Qwen3_5ForCausalLM"):
-        plan_of(written(5))
+    config = plan_of(folder, method="none").method.config
+    for table in ("embed_tokens", "shared_head_head"):
+        assert plan(4, table).method.config == config
+    found = plan(4)
+    draft = found.method.config.draft
+    assert draft and replace(found.method.config, draft_layers=0) == config and config.num_hidden_layers == 4
+    for name, wanted in (
+        ("embedding", drafts["nextn.eh_proj"][:, :128]),
+        ("hidden", drafts["nextn.eh_proj"][:, 128:]),
+        ("embedding_norm", drafts["nextn.enorm"]),
+        ("hidden_norm", drafts["nextn.hnorm"]),
+        ("norm", drafts["nextn.shared_head_norm"]),
+        ("layers.0.input_layernorm", drafts["attn_norm"]),
+        ("layers.0.self_attn.q_norm", drafts["attn_q_norm"]),
+        ("layers.0.self_attn.q_proj", drafts["attn_q"].reshape(4, 2, 64, 128)[:, 0].reshape(256, 128)),
+        ("layers.0.self_attn.o_proj", drafts["attn_output"]),
+        ("layers.0.mlp.down_proj", drafts["ffn_down"]),
+    ):
+        values = found.checkpoint.rows(f"{draft.prefix}{name}.weight", 0, len(wanted))
+        assert np.abs(values - wanted).max() < 1e-6, name
+    with pytest.raises(UnsupportedError, match=r"tensor blk\.5\.nextn\.\w+\.weight has no place in a Qwen3_5ForCausalLM"):
+        plan(5)
 
 
 @pytest.mark.parametrize("form", ["qkvz", "gate_up"])
