@@ -61,6 +61,31 @@ MODELS: dict[str, dict[str, Any]] = {
         | {"out_hidden_size": 80, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
         "tied": False,
     },
+    # Layers with a state; a part of each head turns, by axes whose pairs alternate.
+    "states": {
+        "kind": "Qwen3_5",
+        "text": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 20}
+        | {"linear_conv_kernel_dim": 3, "rms_norm_eps": 3e-5},
+        "rope": {"mrope_section": [5, 4, 3], "rope_theta": 20000.0, "rope_type": "default", "partial_rotary_factor": 0.6}
+        | {"mrope_interleaved": True},
+        "vision": {"depth": 2, "hidden_size": 120, "num_heads": 3, "intermediate_size": 84, "patch_size": 6}
+        | {"out_hidden_size": 64, "num_position_embeddings": 25, "hidden_act": "gelu"}
+        | {"rope_parameters": {"rope_type": "axial", "rope_theta": 500.0}},
+        "tied": True,
+    },
+    "states_experts": {
+        "kind": "Qwen3_5Moe",
+        "text": {"layer_types": ["linear_attention", "full_attention"], "hidden_size": 64, "moe_intermediate_size": 48}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40, "rms_norm_eps": 3e-5}
+        | {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "linear_conv_kernel_dim": 2}
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 20, "linear_value_head_dim": 36},
+        "rope": {"mrope_section": [3, 3, 2], "rope_theta": 3000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        "vision": {"depth": 2, "hidden_size": 72, "num_heads": 2, "intermediate_size": 100, "patch_size": 14}
+        | {"out_hidden_size": 64, "num_position_embeddings": 49},
+        "tied": False,
+    },
     "clip_llama": {
         "kind": "Llava",
         "text": {"model_type": "llama", "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4}
@@ -90,6 +115,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": True,
     },
 }
+ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe")
 PROCESSORS = {
     "clip_vision_model": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 0}, "crop_size": 0},
     "siglip_vision_model": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 0, "width": 0}},
@@ -120,7 +146,14 @@ def build(folder: Path, name: str) -> Path:
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
         for key, parameter in model.named_parameters():
             if "norm" in key or "ln_q" in key or "layrnorm" in key:
-                parameter.data = float(key.endswith("weight")) + 0.3 * torch.randn_like(parameter)
+                # Weights of these decoders are what gains have above 1, but for the norm of a delta net.
+                above = kind in ABOVE_ONE and "language_model" in key and not key.endswith("linear_attn.norm.weight")
+                parameter.data = float(key.endswith("weight") and not above) + 0.3 * torch.randn_like(parameter)
+            elif key.endswith("A_log"):
+                # Memories of one token to hundreds.
+                parameter.data = torch.linspace(-6, 1, len(parameter))
+            elif "conv1d" in key:
+                parameter.data = 0.6 * torch.randn_like(parameter)
             elif key.endswith("bias"):
                 parameter.data = 0.3 * torch.randn_like(parameter)
             elif "visual" in key or "vision" in key or "multi_modal" in key:
@@ -130,6 +163,9 @@ def build(folder: Path, name: str) -> Path:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TRAINED / file, folder / file)
+    if kind in ABOVE_ONE:
+        # transformers puts its own pre-tokenizer into this family's tokenizers, as tokenizer.json of the real ones has it.
+        transformers.Qwen3_5Tokenizer.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"])))
     return folder
 

@@ -76,8 +76,11 @@ def partial_rope(values: Values) -> Rope:
     return found if partial is None else replace(found, partial_rotary_factor=partial)
 
 
-def mrope(values: Values, interleaved: bool = False) -> Rope:
-    """M-RoPE: beside what `rope` reads, `mrope_section`, the pairs of time, height and width."""
+def mrope(values: Values, interleaved: bool = False, partial: bool = False) -> Rope:
+    """M-RoPE: beside what `rope` reads, `mrope_section`, the pairs of time, height and width.
+
+    partial   only `partial_rotary_factor` of a head may be rotated
+    """
     where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     settings = values[where]
     if not isinstance(settings, dict) or not isinstance(settings.get("mrope_section"), list):
@@ -89,7 +92,7 @@ def mrope(values: Values, interleaved: bool = False) -> Rope:
         raise UnsupportedError(f"{where}: mrope_interleaved is {settings['mrope_interleaved']!r:.80}; supported: {interleaved}")
     read = ("mrope_section", "mrope_interleaved", "rope_type", "type")
     plain = {key: value for key, value in settings.items() if key not in read}
-    found = rope_of(values, where, plain, values["rope_theta"])
+    found = partial_rope({**values, where: plain}) if partial else rope_of(values, where, plain, values["rope_theta"])
     return replace(found, sections=tuple(settings["mrope_section"]), interleaved=interleaved)
 
 

@@ -258,8 +258,10 @@ class ModelConfig(Stack):
             raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
         if self.conv_layers and (self.pooling or self.vision or self.num_experts):
             raise UnsupportedError("conv_layers beside pooling, a vision tower or experts are not supported")
-        if (self.delta_net or self.ssd) and (self.pooling or self.vision):
-            raise UnsupportedError("delta_net or ssd beside pooling or a vision tower is not supported")
+        if (self.delta_net or self.ssd) and self.pooling:
+            raise UnsupportedError("delta_net or ssd beside pooling is not supported")
+        if self.ssd and self.vision:
+            raise UnsupportedError("ssd beside a vision tower is not supported")
         if self.final_logit_softcapping is not None and self.pooling:
             raise FormatError("config has final_logit_softcapping and pooling; what embeds has no logits")
         if (self.hidden_size_per_layer_input or not self.alike) and (self.pooling or self.vision):

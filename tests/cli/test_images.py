@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from PIL import Image
+from vision_checkpoints import build
 
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model
@@ -74,6 +75,17 @@ def test_a_picture_goes_in_and_an_answer_comes_out(edgeq: Run, sees: Path, signs
     result = edgeq("run", sees, "--image", signs / sample.image, "-p", sample.question)
     assert result.stdout.strip() == sample.answer
     assert "images   1 (10 tokens), read in" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("states", 60)])
+def test_models_of_every_kind_run_from_the_command_line(
+    edgeq: Run, signs: Path, tmp_path: Path, name: str, tokens: int
+) -> None:
+    result = edgeq("convert", build(tmp_path / name, name), "-o", tmp_path / "m.edgeq", "--method", "rtn", "--bits", 8)
+    assert result.exit_code == 0, result.stderr
+    found = asked(edgeq, tmp_path / "m.edgeq", "--image", signs / "000000.png", "-p", SAYS, "-n", 4)
+    assert [each["tokens"] for each in found["images"]] == [tokens]
+    assert (found["generation"]["images"], found["generation"]["visual_tokens"]) == (1, tokens)
 
 
 def test_json_has_the_pictures_and_their_times(edgeq: Run, sees: Path, signs: Path) -> None:

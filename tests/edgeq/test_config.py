@@ -409,6 +409,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "delta_net or ssd beside pooling",
     ),
+    "a state space that sees": (
+        {"ssd": SSD, "vision": json.loads(LLAVA.to_json())["vision"]},
+        UnsupportedError,
+        "ssd beside a vision tower",
+    ),
     "no gate of no shared expert": ({"shared_expert_gate": False}, UnsupportedError, "shared_expert_gate of false"),
     "half a delta net": ({"delta_net": {"layers": [0]}}, FormatError, "delta_net lacks key_dim, key_heads"),
     "a newer delta net": ({"delta_net": NET | {"channels": 1}}, UnsupportedError, "delta_net has unknown keys channels"),

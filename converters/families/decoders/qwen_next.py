@@ -1,4 +1,4 @@
-"""Qwen3-Next, and the text models of Qwen3.5: gated delta nets, and among them attention with a gate on what it gives."""
+"""Qwen3-Next, and the decoders of Qwen3.5: gated delta nets, and among them attention with a gate on what it gives."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def _by_parts(heads: int, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def unread(config: object, tensor: str) -> bool:
-    """Tensors of the tower, and of drafts where their layer is not converted."""
-    return tensor.startswith(("mtp.", "model.visual."))
+    """Tensors of drafts, where their layer is not converted."""
+    return tensor.startswith("mtp.")
 
 
 def qwen_next_moe_settings(values: Values) -> dict[str, Any]:
@@ -242,16 +242,9 @@ QWEN_3_5_MOE = replace(
 )
 
 
-def seeing(text: FamilyDescription, architecture: str) -> FamilyDescription:
-    """The same text model beside a tower, which is left out."""
-    return replace(text, architecture=architecture, renamed={"model.language_model.": "model."}, text_alone=True)
-
-
 QWEN_NEXT_FAMILIES = (
     QWEN_3_5,
-    seeing(QWEN_3_5, "Qwen3_5ForConditionalGeneration"),
     QWEN_3_5_MOE,
-    seeing(QWEN_3_5_MOE, "Qwen3_5MoeForConditionalGeneration"),
     replace(
         QWEN_3_5_MOE,
         architecture="Qwen3NextForCausalLM",

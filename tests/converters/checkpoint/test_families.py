@@ -299,29 +299,40 @@ def test_qwen3_nexts_rows_lie_key_head_by_key_head() -> None:
     assert orders["b"] == (0, 1, 4, 5) and orders["a"] == (2, 3, 6, 7)
 
 
-def test_of_a_qwen3_5_that_sees_the_text_model_is_converted(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    folder, seeing = checkpoint("qwen3_5"), tmp_path / "seeing"
-    shutil.copytree(folder, seeing)
-    tensors = load_file(folder / "model.safetensors")
-    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    others = {"model.visual.patch_embed.proj.weight": torch.ones(4, 4), "mtp.norm.weight": torch.ones(2)}
-    save_file(nested | others, seeing / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 1}}
-    # The tokenizer is not Qwen3.5's, which transformers would make of that model_type.
-    outer |= {"model_type": config["model_type"]}
-    (seeing / "config.json").write_text(json.dumps(outer | {"text_config": config, "tie_word_embeddings": True}))
-    notes = preflight(str(seeing), ConvertOptions(method="rtn", group_size=32)).notes()
-    assert any("the text model alone is converted; its vision tower is left out" in note for note in notes)
-    files = [
-        convert(str(each), tmp_path / f"{each.name}.edgeq", ConvertOptions(method="rtn", group_size=32), lambda *_: None)
-        for each in (folder, seeing)
-    ]
-    first, second = (file.metadata for file in files)
-    assert first.config == second.config
-    for name, linear in first.linears.items():
-        arrays = [(x.weights[0].arrays["q"]) for x in (linear, second.linears[name])]
-        assert np.array_equal(files[0].array(arrays[0]), files[1].array(arrays[1])), name
+SEEING_QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {**SIZES, "vocab_size": 300000, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25}},
+    "vision_config": {"model_type": "qwen3_5", "depth": 3, "hidden_size": 48, "num_heads": 2, "out_hidden_size": 32}
+    | {"deepstack_visual_indexes": []},
+}
+PICTURES = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+
+
+def test_a_qwen3_5_that_sees_has_a_tower_without_taps() -> None:
+    family, found = recognise(SEEING_QWEN, PICTURES)
+    tower = found.vision
+    assert tower and tower.interpolated and tower.position_rows == 2304 and tower.tap_layers == () and tower.patch_size == 16
+    assert (found.rope.sections, found.rope.interleaved, found.rope.rotary_size(found.head_dim)) == ((11, 11, 10), True, 64)
+    assert found.delta_layers == (0, 1, 2, 4, 5, 6) and tower.image_token_id == 248056
+    assert family.description.unused(found, "mtp.fc.weight") and not family.description.unused(found, "visual.pos_embed.weight")
+    assert ModelConfig.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("place", "keys", "error", "why"),
+    [
+        ("text_config", {"rope_parameters": {"mrope_section": [11, 11, 11]}}, CheckpointError, "sections are .* add up to 32"),
+        ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, UnsupportedError, "mrope_interleaved is False"),
+        ("text_config", {"rope_parameters": [1]}, CheckpointError, "rope_parameters is"),
+        ("vision_config", {"deepstack_visual_indexes": [1]}, UnsupportedError, "deepstack_visual_indexes is .1."),
+        ("vision_config", {"depth": 0}, CheckpointError, "depth is 0"),
+    ],
+)
+def test_what_a_qwen3_5_that_sees_does_not_have_is_refused_by_key(
+    place: str, keys: dict[str, Any], error: type[Exception], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        recognise({**SEEING_QWEN, place: {**SEEING_QWEN[place], **keys}}, PICTURES)
 
 
 def test_qwen3_5_moe_divides_the_shares_of_its_experts() -> None:
@@ -353,19 +364,17 @@ def assert_same_file(first: Path, second: Path, folder: Path) -> None:
 def test_experts_of_published_checkpoints_lie_in_two_tensors(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = checkpoint("qwen3_5_moe")
     stored, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in stored.items()}
-    for p in (f"model.language_model.layers.{layer}.mlp.experts." for layer in range(3)):
+    named = dict(stored)
+    for p in (f"model.layers.{layer}.mlp.experts." for layer in range(3)):
         gate, up, down = (
             torch.stack([named.pop(f"{p}{expert}.{part}_proj.weight") for expert in range(6)])
             for part in ("gate", "up", "down")
         )
         named |= {f"{p}gate_up_proj": torch.cat([gate, up], 1), f"{p}down_proj": down}
-    named["model.visual.patch_embed.proj.weight"] = torch.ones(4, 4)
-    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": config["model_type"], "vision_config": {}}
-    saved_otherwise(folder, tmp_path / "fused", named, outer | {"text_config": config})
+    saved_otherwise(folder, tmp_path / "fused", named, config)
     assert_same_file(folder, tmp_path / "fused", tmp_path)
-    del named["model.language_model.layers.1.mlp.experts.down_proj"]
-    saved_otherwise(folder, tmp_path / "less", named, outer | {"text_config": config})
+    del named["model.layers.1.mlp.experts.down_proj"]
+    saved_otherwise(folder, tmp_path / "less", named, config)
     with pytest.raises(CheckpointError, match="layers.1.mlp.experts.0.down_proj.weight is missing"):
         preflight(str(tmp_path / "less"), ConvertOptions())
 
@@ -485,6 +494,8 @@ def test_of_a_gemma4_that_sees_the_text_model_is_converted(checkpoint: Callable[
     named |= {"model.vision_tower.patch_embedder.input_proj.weight": torch.ones(4, 4), "model.embed_audio.x": torch.ones(2)}
     outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": config["model_type"], "vision_config": {}}
     saved_otherwise(folder, tmp_path / "seeing", named, outer | {"text_config": config, "tie_word_embeddings": True})
+    notes = preflight(str(tmp_path / "seeing"), ConvertOptions(method="rtn", group_size=32)).notes()
+    assert any("the text model alone is converted; its vision tower is left out" in note for note in notes)
     assert_same_file(folder, tmp_path / "seeing", tmp_path)
     named["model.language_model.layers.1.self_attn.v_norm.weight"] = torch.ones(64)
     saved_otherwise(folder, tmp_path / "more", named, outer | {"text_config": config, "tie_word_embeddings": True})

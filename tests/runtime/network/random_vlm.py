@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from edgeq.format.metadata import Metadata
 from edgeq.format.records import LinearSpec, Weight
 from edgeq.format.writer import Writer
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.delta_net import DeltaNet
 from edgeq.network.image_config import ImageConfig
 from edgeq.network.rope import Rope
 from edgeq.pictures.image import Picture
@@ -53,9 +55,15 @@ CONFIG = ModelConfig(
     tie_word_embeddings=False,
     vision=VISION,
 )
+STATES = replace(
+    CONFIG,
+    rope=Rope(10000.0, sections=(3, 3, 2), interleaved=True, partial_rotary_factor=0.5),
+    delta_net=DeltaNet((0,), key_heads=1, value_heads=2, key_dim=12, value_dim=10, taps=3),
+)
+"""The same with a layer that has a state, as Qwen3.5 has them."""
 
 
-def write(path: Path) -> Path:
+def write(path: Path, config: ModelConfig = CONFIG) -> Path:
     """The file at `path`; the same bytes every time."""
     writer, rng, linears = Writer(path), np.random.default_rng(0), dict[str, LinearSpec]()
 
@@ -63,20 +71,22 @@ def write(path: Path) -> Path:
         values = pack_floats((rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)).astype(np.float32), "f32")
         linears[name] = LinearSpec(name, (Weight(Codec("f32"), rows, columns, {"q": writer.array(values, "f32")}),))
 
-    stacks = [(VISION, range(VISION.num_hidden_layers)), (CONFIG, range(CONFIG.num_hidden_layers))]
-    fused = [part for config, layers in stacks for layer in layers for part in fused_shapes(config, layer)]
+    stacks = [(VISION, range(VISION.num_hidden_layers)), (config, range(config.num_hidden_layers))]
+    fused = [part for stack, layers in stacks for layer in layers for part in fused_shapes(stack, layer)]
     fused += [
         (n, p) for part in (patch_contents(VISION), projector_contents(VISION)) for n, p in part.items() if isinstance(p, dict)
     ]
     for name, parts in fused:
         linear(name, sum(rows for rows, _ in parts.values()), next(iter(parts.values()))[1])
-    linear("head", CONFIG.vocab_size, CONFIG.hidden_size)
+    linear("head", config.vocab_size, config.hidden_size)
     arrays = {}
-    for name, shape in array_shapes(CONFIG).items():
+    for name, shape in array_shapes(config).items():
         values = np.zeros(shape) if name.endswith("_bias") else np.ones(shape)
-        values = rng.standard_normal(shape) if name == "embedding" else values
+        values = rng.standard_normal(shape) if name == "embedding" or name.endswith("delta_conv") else values
+        # A state that remembers tens of tokens.
+        values = values - 4 if name.endswith("decay_log") else values
         arrays[name] = writer.array(values.astype(np.float32), "f32")
-    writer.finish(Metadata(CONFIG, {"eos_token_ids": [1]}, {"method": "none"}, "a16", linears, arrays))
+    writer.finish(Metadata(config, {"eos_token_ids": [1]}, {"method": "none"}, "a16", linears, arrays))
     return path
 
 

@@ -21,7 +21,8 @@ from vision_checkpoints import END, IMAGE, MODELS, START, TRAINED, build, refere
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.format.container import ModelFile
 from edgeq.format.records import KvCodec
-from edgeq.network.config import VisionConfig
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.rope import Rope
 from edgeq.pictures.frames import Frame, Grid
 from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import Prompt, positions, with_pictures
@@ -35,7 +36,7 @@ from edgeq.targets.target import Options
 
 TARGETS = ("reference", "cpu")
 NAMES = (*MODELS, "trained")
-TOLERANCE = 1e-3
+TOLERANCE, MAX_DIVERGENCE = 1e-3, 1e-8
 GRIDS = ((1, 4, 6), (1, 2, 8), (1, 8, 2))
 # Numbers of tokens, and between them pictures: indices of GRIDS.
 PROMPTS: dict[str, tuple[int, ...]] = {
@@ -185,7 +186,16 @@ def check_logits(case: Case, target: str, prompt: Prompt, rows: int) -> None:
     model = Model.load(case.path, target=target, mode="a16", max_rows=rows, max_logits=rows, context=256)
     wanted, where = case.expected(prompt)
     assert np.array_equal(positions(prompt.places, 0, len(prompt.tokens), model.config.rope.axes), where)
-    assert near(logits_of(model, prompt, rows), wanted)
+    found = logits_of(model, prompt, rows)
+    assert near(found, wanted)
+    assert divergence(found, wanted) <= MAX_DIVERGENCE
+
+
+def divergence(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
+    """The mean Kullback-Leibler divergence of what is predicted after each token, from what transformers predicts."""
+    ours, theirs = (x - np.log(np.exp(x - x.max(1, keepdims=True)).sum(1, keepdims=True)) - x.max(1, keepdims=True)
+                    for x in (found.astype(np.float64), wanted.astype(np.float64)))  # fmt: skip
+    return float((np.exp(theirs) * (theirs - ours)).sum(1).mean())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,6 +228,8 @@ def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> Non
         ("padded", "two", 7),
         ("trained", "text_first", 1),
         ("taps", "two", 7),
+        ("states", "three", 7),
+        ("states_experts", "text_first", 256),
         ("clip_llama", "three", 256),
         ("clip_mistral", "text_first", 7),
         ("siglip_qwen2", "image_last", 256),
@@ -281,3 +293,38 @@ def test_what_taps_add_makes_a_difference(case: Get, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tower, "encode", without)
     model = Model.load(found.path, target="reference", mode="a16", context=256)
     assert not near(logits_of(model, prompt, 256), found.expected(prompt)[0])
+
+
+WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
+    "axes one after another": ("states", lambda c: replace(c, rope=replace(c.rope, interleaved=False))),
+    "other sections": ("states", lambda c: replace(c, rope=replace(c.rope, sections=(10, 1, 1)))),
+    "one axis": ("states", lambda c: replace(c, rope=replace(c.rope, sections=(), interleaved=False))),
+    "all of a head turns": (
+        "states",
+        lambda c: replace(c, rope=replace(c.rope, sections=(8, 6, 6), partial_rotary_factor=1.0)),
+    ),
+    "another activation of the tower": ("states", lambda c: _of_tower(c, hidden_act="quick_gelu")),
+    "another base in the tower": ("states", lambda c: _of_tower(c, rope=Rope(1e4, "axial", sections=(10, 10)))),
+}
+
+
+def _of_tower(config: ModelConfig, **fields: Any) -> ModelConfig:
+    assert config.vision
+    return replace(config, vision=replace(config.vision, **fields))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_choice_shows(case: Get, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above would pass with it."""
+    which, change = WRONG[name]
+    found, opened = case(which), ModelFile.open
+
+    def other(path: Path) -> ModelFile:
+        file = opened(path)
+        file.metadata = replace(file.metadata, config=change(file.metadata.config))
+        return file
+
+    prompt, wanted = found.prompt("text_first"), found.expected(found.prompt("text_first"))[0]
+    monkeypatch.setattr(ModelFile, "open", other)
+    model = Model.load(found.path, target="reference", mode="a16", context=256)
+    assert divergence(logits_of(model, prompt, 256), wanted) > 10 * MAX_DIVERGENCE
