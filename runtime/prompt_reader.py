@@ -93,4 +93,4 @@ class PromptReader:
         if not images and self._pictures is None:
             return Prompt(tokens)
         seeing = self.seeing()
-        return with_pictures(tokens, seeing.read_all(images), seeing.vision)
+        return with_pictures(tokens, seeing.read_all(images), seeing.vision, lambda text: self._text().encode_part(text))

@@ -80,7 +80,7 @@ class Measurement:
             step_bytes,
             position_bytes,
             len(prompt.tokens),
-            images=len(prompt.pictures),
+            images=sum(picture.whole for picture in prompt.pictures),
             visual_tokens=prompt.visual_tokens,
             read_s=sum(picture.read_s for picture in prompt.pictures),
             speculation=speculation,

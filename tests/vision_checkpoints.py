@@ -114,7 +114,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "outside": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         "tied": True,
     },
+    # Pictures in tiles of six by six patches, which become four tokens.
+    "tiles": {
+        "kind": "SmolVLM",
+        "text": {"model_type": "llama", "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 20, "rms_norm_eps": 3e-5, "vocab_size": 2060},
+        "vision": {"num_hidden_layers": 3, "hidden_size": 144, "num_attention_heads": 2, "intermediate_size": 84}
+        | {"patch_size": 6, "image_size": 36, "hidden_act": "gelu", "layer_norm_eps": 3e-5},
+        "outside": {"scale_factor": 3},
+        "tied": True,
+    },
+    "tiles_mistral": {
+        "kind": "Idefics3",
+        "text": {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 1, "sliding_window": 9, "vocab_size": 2056},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 100}
+        | {"patch_size": 7, "image_size": 30},
+        "outside": {"scale_factor": 4},
+        "tied": False,
+    },
 }
+TILED = ("SmolVLM", "Idefics3")
 ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe")
 PROCESSORS = {
     "clip_vision_model": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 0}, "crop_size": 0},
@@ -126,6 +146,7 @@ def build(folder: Path, name: str) -> Path:
     """Save a random model with a vision tower in float32; norms and biases are random too: a lost one shows."""
     import torch
     import transformers
+    from tokenizers import Tokenizer
 
     torch.set_num_threads(1)
     settings = MODELS[name]
@@ -156,7 +177,7 @@ def build(folder: Path, name: str) -> Path:
                 parameter.data = 0.6 * torch.randn_like(parameter)
             elif key.endswith("bias"):
                 parameter.data = 0.3 * torch.randn_like(parameter)
-            elif "visual" in key or "vision" in key or "multi_modal" in key:
+            elif any(part in key for part in ("visual", "vision", "multi_modal", "connector")):
                 # Of the size that keeps the variance, so that every layer shows.
                 wide = parameter[0].numel() if parameter.ndim > 1 and "pos" not in key else 1
                 parameter.data = torch.randn_like(parameter) * (1.5 / wide) ** 0.5
@@ -166,12 +187,19 @@ def build(folder: Path, name: str) -> Path:
     if kind in ABOVE_ONE:
         # transformers puts its own pre-tokenizer into this family's tokenizers, as tokenizer.json of the real ones has it.
         transformers.Qwen3_5Tokenizer.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"])))
+    if kind in TILED:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<fake_token_around_image>", "<global-img>", "<row_1_col_1>"])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"], kind)))
     return folder
 
 
-def _processor(vision: dict[str, Any]) -> dict[str, Any]:
+def _processor(vision: dict[str, Any], kind: str) -> dict[str, Any]:
     """The settings of a processor for these towers."""
+    if kind in TILED:
+        sizes = {"size": {"longest_edge": 3 * vision["image_size"]}, "max_image_size": {"longest_edge": vision["image_size"]}}
+        return {"image_processor_type": f"{kind}ImageProcessor", "image_mean": [0.4, 0.5, 0.6], **sizes}
     if "image_size" not in vision:
         found: dict[str, Any] = json.loads((TRAINED / "preprocessor_config.json").read_text())
         return found | {"patch_size": vision["patch_size"]}

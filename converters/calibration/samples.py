@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class PictureFile:
     """A picture that was read once: its patches are not kept.
 
     most_tokens   that it may have
+    piece         which of its pieces this is;  tiling, tiles: as of Picture
     """
 
     path: Path
@@ -44,10 +45,17 @@ class PictureFile:
     most_tokens: int
     grid: tuple[int, int, int]
     digest: bytes
+    piece: int = 0
+    tiling: tuple[int, int] = (0, 0)
+    tiles: tuple[PictureFile, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[PictureFile, ...]:
+        return self.tiles or (self,)
 
     def read(self) -> Picture:
         """CheckpointError: it is not the picture that it was."""
-        found = read_picture(self.path, self.vision, self.most_tokens)
+        found = read_picture(self.path, self.vision, self.most_tokens).pieces[self.piece]
         if found.digest != self.digest:
             raise CheckpointError(f"{self.path}: the picture changed while it was used; run the same command again")
         return found
@@ -107,14 +115,14 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     encoder = Tokenizer(text.blobs["tokenizer.json"], text.generation)
     template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder, sees=True)
     most_tokens = vision.most_tokens
-    if vision.sizes_vary:
-        most_tokens = max(1, min(most_tokens, MAX_TOKENS, config.max_position_embeddings // 2))
+    if vision.tokens_vary:
+        most_tokens = max(vision.piece_tokens(1), min(most_tokens, MAX_TOKENS, config.max_position_embeddings // 2))
     digest, found = hashlib.sha256(), []
     for number, line in chosen:
         where = f"{folder / FILE} line {number}"
         values = _checked(line, where)
         pictures = [_picture(folder, name, vision, most_tokens, where) for name in values["images"]]
-        sample = _sample(values, pictures, config, template, where)
+        sample = _sample(values, pictures, config, template, encoder, where)
         digest.update(json.dumps([sample.tokens, [file.digest.hex() for file in sample.pictures]]).encode())
         found.append(sample)
     return PictureSamples(folder.name, digest.hexdigest(), tuple(found))
@@ -166,19 +174,28 @@ def _picture(folder: Path, name: str, vision: VisionConfig, most_tokens: int, wh
         found = read_picture(folder / path, vision, most_tokens)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    return PictureFile(folder / path, vision, most_tokens, found.grid, found.digest)
+    pieces = tuple(
+        PictureFile(folder / path, vision, most_tokens, piece.grid, piece.digest, number)
+        for number, piece in enumerate(found.pieces)
+    )
+    return replace(pieces[-1], tiling=found.tiling, tiles=pieces if found.tiles else ())
 
 
 def _sample(
-    values: dict[str, Any], pictures: list[PictureFile], config: ModelConfig, template: ChatTemplate, where: str
+    values: dict[str, Any],
+    pictures: list[PictureFile],
+    config: ModelConfig,
+    template: ChatTemplate,
+    encoder: Tokenizer,
+    where: str,
 ) -> PictureSample:
     assert config.vision is not None
     question = with_images([{"role": "user", "content": values["question"]}], len(pictures))
     try:
         tokens = template.encode([*question, {"role": "assistant", "content": values["answer"]}], add_generation_prompt=False)
-        tokens, places = placed(tokens, pictures, config.vision)
+        tokens, places = placed(tokens, pictures, config.vision, encoder.encode_part)
     except EdgeqError as error:
         raise type(error)(f"{where}: {error}") from None
     if len(tokens) > (most := config.max_position_embeddings):
         raise InputError(f"{where}: {len(tokens)} tokens with its pictures; this model takes at most {most}")
-    return PictureSample(tokens, tuple(pictures), places)
+    return PictureSample(tokens, tuple(piece for picture in pictures for piece in picture.pieces), places)

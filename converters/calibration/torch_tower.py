@@ -49,22 +49,19 @@ class Patches(nn.Module):
 
 
 class Projection(nn.Module):
-    """project.1(act(project.0(x))), normed before or after those that are joined lie side by side: of the last layer, or of a
-    tap."""
+    """project.1(act(project.0(x))), or project.1(x), normed before or after those that are joined lie side by side: of the last
+    layer, or of a tap."""
 
     def __init__(self, config: VisionConfig, biases: tuple[str, ...], norm: str) -> None:
         super().__init__()
         joined, inner = config.joined_size, config.project_size
         self._joined, self._norm_first = joined, norm == "patch"
-        self.activation = ACTIVATIONS[config.project_act]
+        self.activation = ACTIVATIONS[config.project_act] if inner else None
         size = config.hidden_size if self._norm_first else joined
         self.norm = None if norm == "none" else Norm(config, size, config.layer_norm)
-        self.project = nn.ModuleList(
-            [
-                nn.Linear(joined, inner, bias="project.0" in biases),
-                nn.Linear(inner, config.out_hidden_size, bias="project.1" in biases),
-            ]
-        )
+        first = {"0": nn.Linear(joined, inner, bias="project.0" in biases)} if inner else {}
+        last = nn.Linear(inner or joined, config.out_hidden_size, bias="project.1" in biases)
+        self.project = nn.ModuleDict({**first, "1": last})
 
     def projected(self, x: Tensor) -> Tensor:
         """[1, patches, hidden] -> [1, tokens, width]."""
@@ -73,8 +70,9 @@ class Projection(nn.Module):
         x = x.reshape(1, -1, self._joined)
         if not self._norm_first and self.norm is not None:
             x = self.norm(x)
-        first, second = self.project
-        found: Tensor = second(self.activation(first(x)))
+        if self.activation is not None:
+            x = self.activation(self.project["0"](x))
+        found: Tensor = self.project["1"](x)
         return found
 
 

@@ -129,6 +129,10 @@ class MQuantTower(Method):
     passes = 8
 
     def __init__(self, options: ConvertOptions, family: Family, config: VisionConfig) -> None:
+        if not config.project_size:
+            raise UnsupportedError(
+                f"--method mquant: {family.architecture} has a projector of one layer; supported: projectors of two"
+            )
         self._source_family, self._source = family, config
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._without_means = means_go(config)

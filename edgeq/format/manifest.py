@@ -103,8 +103,9 @@ def projector_contents(config: VisionConfig) -> StackContents:
     for p, norm in projectors(config):
         if norm != "none":
             contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size)
-        contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
-        contents[f"{p}project.1"] = {f"{p}project.1": (config.out_hidden_size, config.project_size)}
+        if config.project_size:
+            contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
+        contents[f"{p}project.1"] = {f"{p}project.1": (config.out_hidden_size, config.project_size or joined)}
     return contents
 
 

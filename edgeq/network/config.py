@@ -16,6 +16,7 @@ from edgeq.network.activations import PLAIN
 from edgeq.network.draft_stack import DraftStack
 from edgeq.network.image_config import ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
+from edgeq.network.picture_texts import PictureTexts
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES, Stack
 from edgeq.network.stack_json import read_stack, stack_record
@@ -32,6 +33,8 @@ MAX_SEGMENTS = 2
 MAX_CHANNELS = 1 << 20
 """The widest row of a tower: pixels of a patch, and patches that are joined."""
 PROJECT_NORMS = ("patch", "joined", "none")
+NO_ACTIVATION = "none"
+"""The activation of a projector of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,8 @@ class VisionConfig(Stack):
     patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
     merge                 merge x merge neighbouring patches are joined into one feature
     project_norm          the norm before the projector: over every "patch", over the "joined" ones, or "none"
-    project_size          inner channels of the projector project.1(act(project.0(joined)))
-    project_act           its activation
+    project_size          inner channels of the projector project.1(act(project.0(joined))); 0: it is project.1(joined)
+    project_act           its activation; "none" where it is one layer
     out_hidden_size       channels of a feature
     window_size           features of a side of a window: frames are cut into windows from their first feature on, those at the
                           last rows and columns perhaps smaller; 0: there are none
@@ -60,6 +63,7 @@ class VisionConfig(Stack):
     tap_layers            indices of layers after which the patches are also joined, normed and projected by a projector of the
                           same sizes, ascending; the results are added to the decoder's stream, the first after its first layer
                           and so on (Qwen3-VL; Meng et al. 2024, arXiv 2406.04334)
+    texts                 of a prompt, beside the tokens of pictures; None: there are none
 
     Rows of pixels are [channel, frame, row, column] of a patch, patches that are joined follow one another.
     """
@@ -81,6 +85,7 @@ class VisionConfig(Stack):
     class_feature: bool = False
     pre_norm: bool = False
     tap_layers: tuple[int, ...] = ()
+    texts: PictureTexts | None = None
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -88,7 +93,7 @@ class VisionConfig(Stack):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, limit in MAX_VISION_SIZES.items():
-            check_integer(name, getattr(self, name), 1, limit)
+            check_integer(name, getattr(self, name), 0 if name == "project_size" else 1, limit)
         check_integer("window_size", self.window_size, 1 if self.window_layers else 0, MAX_CHANNELS)
         for name in ("window_layers", "tap_layers"):
             check_layers(name, getattr(self, name), self.num_hidden_layers)
@@ -96,14 +101,20 @@ class VisionConfig(Stack):
         for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
             if width > MAX_CHANNELS:
                 raise FormatError(f"config vision: {name} is {width}; expected at most {MAX_CHANNELS}")
+        edge = self.image.tile
         if not self.image.most_tokens(self.token_edge):
             raise FormatError(
-                f"config vision: an image of {self.image.height} x {self.image.width} pixels has no token of "
+                f"config vision: an image of {self.image.height or edge} x {self.image.width or edge} pixels has no token of "
                 f"{self.patch_size * self.merge} x {self.patch_size * self.merge}"
             )
         if self.project_norm not in PROJECT_NORMS:
             raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
-        if self.project_act not in PLAIN:
+        if self.project_size == 0 and (self.project_act != NO_ACTIVATION or self.tap_layers):
+            raise UnsupportedError(
+                f"a project_size of 0, which is a projector of one layer, is supported with project_act {NO_ACTIVATION!r}, "
+                "without tap_layers"
+            )
+        if self.project_size and self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
@@ -153,9 +164,18 @@ class VisionConfig(Stack):
         return self.image.sizing == "factor"
 
     @property
+    def tokens_vary(self) -> bool:
+        """Whether pictures differ in tokens: in size, or in how many tiles they are cut into."""
+        return self.image.sizing in ("factor", "tiles")
+
+    def piece_tokens(self, tokens: int) -> int:
+        """Tokens of a run of the tower for a picture of at most `tokens`."""
+        return self.image.piece_tokens(self.token_edge) or tokens
+
+    @property
     def _patches(self) -> int:
         """Patches of a picture, where all have one size; 0: they have not."""
-        return 0 if self.sizes_vary else self.image.most_tokens(self.token_edge) * self.merge**2
+        return self.image.piece_tokens(self.token_edge) * self.merge**2
 
     def fits(self, patches: int) -> bool:
         """Whether a picture of so many patches has positions for them."""
@@ -170,6 +190,12 @@ class VisionConfig(Stack):
     def most_tokens(self) -> int:
         """Tokens of the largest picture, by the file's own limits."""
         return self.image.most_tokens(self.token_edge) + self.class_feature
+
+    @property
+    def most_text(self) -> int:
+        """Characters of the texts beside the tokens of a picture, at most."""
+        side = self.image.tiles_a_side
+        return sum(map(len, self.texts.before(side, side))) if self.texts else 0
 
     def token_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """Frames, rows and columns of the tokens of a picture whose patches have `grid`."""
@@ -198,8 +224,10 @@ class VisionConfig(Stack):
         """FormatError, UnsupportedError: a key or a value that cannot be one."""
         if not isinstance(data, dict):
             raise FormatError(f"{where} is not a JSON object")
-        image = ImageConfig.from_json(data.get("image"), f"{where} image")
-        return read_stack(cls, {key: value for key, value in data.items() if key != "image"}, where, image=image)
+        made: dict[str, Any] = {"image": ImageConfig.from_json(data.get("image"), f"{where} image")}
+        if "texts" in data:
+            made["texts"] = PictureTexts.read(data["texts"], f"{where} texts")
+        return read_stack(cls, {key: value for key, value in data.items() if key not in made}, where, **made)
 
 
 @dataclass(frozen=True, kw_only=True)

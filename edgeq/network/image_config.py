@@ -1,6 +1,6 @@
 """How a picture becomes the pixels that a vision tower was trained on: a checked record of the configuration.
 
-The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP), whose settings are in a checkpoint's
+The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Idefics3), whose settings are in a checkpoint's
 preprocessor_config.json.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgeq.errors import FormatError, InputError, UnsupportedError
 
-SIZINGS = ("factor", "crop", "fixed")
+SIZINGS = ("factor", "crop", "fixed", "tiles")
 RESAMPLINGS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """By Pillow's numbers, which preprocessor_config.json has."""
 MAX_PIXELS = 1 << 26
@@ -24,16 +24,27 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 QWEN, CLIP, SIGLIP = "Qwen2VLImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"
 LLAVA = "LlavaImageProcessor"
 """As CLIP's, unless it pads."""
+IDEFICS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+"""Which cut into tiles, and pad nothing: all tiles have one size."""
+MAX_TILED_EDGE = 4096
+"""To which these processors shrink a picture, whatever the settings say."""
+MAX_TILES_A_SIDE = 32
 DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
     LLAVA: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
     SIGLIP: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}},
+    **dict.fromkeys(
+        IDEFICS,
+        {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 1, "do_pad": True}
+        | {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
+    ),
 }
 """Values of keys that a preprocessor_config.json may leave out, by `image_processor_type`."""
 IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", "_valid_processor_keys", "do_convert_rgb",
            "auto_map", "data_format", "input_data_format", "device", "return_tensors", "default_to_square",
-           "disable_grouping", "num_frames", "max_frames", "min_frames", "fps")  # fmt: skip
+           "disable_grouping", "num_frames", "max_frames", "min_frames", "fps", "video_sampling",
+           "return_row_col_info")  # fmt: skip
 """Keys without influence on the pixels of a picture: it is always converted to RGB."""
 NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False}
 SIZES = {"patch_size", "temporal_patch_size", "merge_size"}
@@ -45,7 +56,9 @@ class ImageConfig:
 
     sizing      "factor": height and width become multiples of a factor (of `size_of`), their product from min_pixels to
                 max_pixels, in about the same proportion (Qwen2-VL); "crop": the shorter edge becomes `shortest_edge`, then
-                height x width are cut out of the middle; "fixed": height x width, whatever the proportion
+                height x width are cut out of the middle; "fixed": height x width, whatever the proportion; "tiles": the longer
+                edge becomes `longest_edge`, then both become multiples of `tile`, and what is larger than one tile is cut into
+                tiles, after which the whole picture comes as one (Idefics3)
     resampling  the filter, by Pillow's name
     mean, std   of red, green and blue
 
@@ -62,14 +75,16 @@ class ImageConfig:
     shortest_edge: int = 0
     height: int = 0
     width: int = 0
+    tile: int = 0
+    longest_edge: int = 0
 
     def __post_init__(self) -> None:
         for name, kinds in (("sizing", SIZINGS), ("resampling", RESAMPLINGS)):
             if (value := getattr(self, name)) not in kinds:
                 raise UnsupportedError(f"image {name} {value!r:.80} is not supported; supported: {', '.join(kinds)}")
-        pixels, edge = ("min_pixels", "max_pixels"), ("height", "width")
-        used = {"factor": pixels, "crop": (*edge, "shortest_edge"), "fixed": edge}[self.sizing]
-        for name in (*pixels, *edge, "shortest_edge"):
+        pixels, edge, tiles = ("min_pixels", "max_pixels"), ("height", "width"), ("tile", "longest_edge")
+        used = {"factor": pixels, "crop": (*edge, "shortest_edge"), "fixed": edge, "tiles": tiles}[self.sizing]
+        for name in (*pixels, *edge, "shortest_edge", *tiles):
             most = (MAX_PIXELS if name in pixels else MAX_EDGE) if name in used else 0
             value = getattr(self, name)
             if type(value) is not int or not min(1, most) <= value <= most:
@@ -81,6 +96,10 @@ class ImageConfig:
                 f"images cropped to {self.height} x {self.width} after their shorter edge became {self.shortest_edge}, with a "
                 "border around them, are not supported"
             )
+        if self.longest_edge > MAX_TILES_A_SIDE * self.tile:
+            raise FormatError(
+                f"image longest_edge is {self.longest_edge}; expected at most {MAX_TILES_A_SIDE} times tile, {self.tile}"
+            )
         _number("rescale", self.rescale, 1e-6, 1e3)
         for name, least in (("mean", -1e3), ("std", 1e-6)):
             numbers = getattr(self, name)
@@ -91,11 +110,37 @@ class ImageConfig:
 
     def most_tokens(self, factor: int) -> int:
         """Tokens of `factor` x `factor` pixels that the largest picture has, by the file's own limits."""
+        if self.sizing == "tiles":
+            return (self.tiles_a_side**2 + (self.tiles_a_side > 1)) * self.piece_tokens(factor)
         if self.sizing != "factor":
-            return (self.height // factor) * (self.width // factor)
+            return self.piece_tokens(factor)
         most = max(1, self.max_pixels // factor**2)
         # Of a long narrow one the shorter edge is not rounded to zero.
         return max(most, math.isqrt(MAX_ASPECT * most))
+
+    @property
+    def tiles_a_side(self) -> int:
+        """Tiles in a row, or in a column, of the largest picture; 0: it is not cut."""
+        edge = min(self.longest_edge, MAX_TILED_EDGE)
+        # The other edge is rounded up to an even number.
+        return -(-(edge + edge % 2) // self.tile) if self.tile else 0
+
+    def piece_tokens(self, factor: int) -> int:
+        """Tokens of a picture, or of a tile, where all have one size; 0: they have not."""
+        return (self.tile // factor) ** 2 if self.tile else (self.height // factor) * (self.width // factor)
+
+    def tiling(self, height: int, width: int, factor: int, most_tokens: int) -> Tiling:
+        """How a picture is cut into tiles; `factor`, `most_tokens`: as of `size_of`.
+
+        InputError: as `size_of`, or one tile has more tokens than may be.
+        """
+        _check_shape(height, width)
+        each = self.piece_tokens(factor)
+        for side in range(-(-self.longest_edge // self.tile), 0, -1):
+            found = Tiling.of(height, width, min(self.longest_edge, side * self.tile), self.tile)
+            if found.pieces * each <= most_tokens:
+                return found
+        raise InputError(f"every picture has at least {each} tokens for this model, and {most_tokens} are allowed")
 
     def size_of(self, height: int, width: int, factor: int, most_tokens: int) -> tuple[int, int]:
         """Height and width to which a picture is resized, before it is cropped.
@@ -104,8 +149,7 @@ class ImageConfig:
 
         InputError: it is more than 200 times as long as it is wide, or has more tokens than may be.
         """
-        if max(height, width) > MAX_ASPECT * min(height, width):
-            raise InputError(f"{width} x {height} pixels: more than {MAX_ASPECT} times as long as wide; crop it")
+        _check_shape(height, width)
         if self.sizing == "factor":
             return _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens)
         tokens = self.most_tokens(factor)
@@ -115,6 +159,10 @@ class ImageConfig:
             return self.height, self.width
         short, long = self.shortest_edge, self.shortest_edge * max(height, width) // min(height, width)
         return (long, short) if width <= height else (short, long)
+
+    def record(self) -> dict[str, Any]:
+        """What JSON holds of it; fields that came after the first files only where they are set."""
+        return {key: value for key, value in asdict(self).items() if key not in ("tile", "longest_edge") or value}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> ImageConfig:
@@ -147,7 +195,8 @@ class ImageConfig:
                 f"{', '.join(DEFAULTS)}"
             )
         given = {**DEFAULTS[kind], **{key: value for key, value in data.items() if key not in IGNORED and value is not None}}
-        for key, expected in [*NEUTRAL.items(), *((key, sizes.get(key, 1)) for key in sorted(SIZES))]:
+        neutral = NEUTRAL | ({"do_pad": True, "do_image_splitting": True} if kind in IDEFICS else {})
+        for key, expected in [*neutral.items(), *((key, sizes.get(key, 1)) for key in sorted(SIZES))]:
             if (value := given.pop(key, expected)) != expected:
                 raise UnsupportedError(f"preprocessor_config.json: {key} {value!r:.80} is not supported; only {expected!r} is")
         rescale, normalize = given.pop("do_rescale", True), given.pop("do_normalize", True)
@@ -170,6 +219,13 @@ class ImageConfig:
 def _sizes(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     """Fields that say what size a picture gets, from keys that are removed from `given`."""
     size = given.pop("size")
+    if kind in IDEFICS:
+        edges = {"size": size, "max_image_size": given.pop("max_image_size")}
+        for key, value in edges.items():
+            if not isinstance(value, dict) or set(value) != {"longest_edge"}:
+                raise UnsupportedError(f"preprocessor_config.json: {key} {value!r:.80} is not supported; expected longest_edge")
+        longest, tile = (value["longest_edge"] for value in edges.values())
+        return {"sizing": "tiles", "longest_edge": longest, "tile": tile}
     if kind == QWEN:
         # Files before transformers 5 have the limits outside `size`.
         edges = size if isinstance(size, dict) else {}
@@ -184,6 +240,51 @@ def _sizes(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     edge = size.get("shortest_edge") if isinstance(size, dict) and set(size) == {"shortest_edge"} else size
     height, width = _edges("crop_size", crop)
     return {"sizing": "crop", "shortest_edge": edge, "height": height, "width": width}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a picture is cut: resized to `first`, then to `size`, height and width each, which are rows x columns tiles; where it
+    is one tile, rows and columns are 0.
+    """
+
+    first: tuple[int, int]
+    size: tuple[int, int]
+    rows: int
+    columns: int
+
+    @property
+    def pieces(self) -> int:
+        """Tiles, and the whole picture."""
+        return self.rows * self.columns + 1
+
+    @classmethod
+    def of(cls, height: int, width: int, longest: int, tile: int) -> Tiling:
+        """The rule of Idefics3's processor, rounding and all."""
+        first = _longest(height, width, longest, even=True)
+        if max(first) > MAX_TILED_EDGE:
+            first = _longest(*first, MAX_TILED_EDGE)
+        height, width = first
+        aspect, along = width / height, -(-max(first) // tile) * tile
+        if width >= height:
+            size = -(-int(along / aspect) // tile) * tile, along
+        else:
+            size = along, -(-int(along * aspect) // tile) * tile
+        rows, columns = size[0] // tile, size[1] // tile
+        return cls(first, size, *((rows, columns) if rows * columns > 1 else (0, 0)))
+
+
+def _longest(height: int, width: int, longest: int, even: bool = False) -> tuple[int, int]:
+    """Height and width with `longest` as the longer edge; `even`: the other is an even number, but 1 where it would be 0."""
+    aspect = width / height
+    other = int(longest / aspect) if width >= height else int(longest * aspect)
+    other = max(1, other + (even and other % 2))
+    return (other, longest) if width >= height else (longest, other)
+
+
+def _check_shape(height: int, width: int) -> None:
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise InputError(f"{width} x {height} pixels: more than {MAX_ASPECT} times as long as wide; crop it")
 
 
 def _edges(key: str, size: Any) -> tuple[Any, Any]:

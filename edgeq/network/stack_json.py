@@ -17,13 +17,15 @@ NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "clas
                 "attention_sinks", "swiglu_limit", "swiglu_alpha", "global_head_dim", "num_global_key_value_heads",
                 "attention_k_eq_v", "value_norm", "num_kv_shared_layers", "use_double_wide_mlp",
                 "hidden_size_per_layer_input", "layer_scalars", "experts_beside_mlp", "final_logit_softcapping", "ssd",
-                "shared_expert_gate", "draft_layers")  # fmt: skip
+                "shared_expert_gate", "draft_layers", "texts")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
 LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
 """Fields with an entry for layers."""
 NETS: dict[str, type[DeltaNet] | type[StateSpace]] = {"delta_net": DeltaNet, "ssd": StateSpace}
 """Fields that say which layers have a state, with its sizes."""
+RECORDS = ("image", "texts")
+"""Fields of a tower that say what they hold."""
 Config = TypeVar("Config", bound="Stack")
 
 
@@ -31,7 +33,7 @@ def stack_record(stack: Stack) -> dict[str, Any]:
     """What JSON holds of it; fields of NEWER_FIELDS only where they are set."""
     values = asdict(stack)
     values |= {f.name: x.to_json() for f in fields(stack) if isinstance(x := getattr(stack, f.name), Rope)}
-    values |= {name: found.record() for name in NETS if (found := getattr(stack, name))}
+    values |= {name: found.record() for name in (*NETS, *RECORDS) if (found := getattr(stack, name, None))}
     unset = {f.name: f.default for f in fields(stack) if f.name in NEWER_FIELDS}
     return {key: value for key, value in values.items() if key not in unset or value != unset[key]}
 

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError, InputError, UnsupportedError
-from edgeq.network.image_config import ImageConfig
+from edgeq.network.image_config import ImageConfig, Tiling
 from edgeq.system.confinement import ConfinementLimits, LimitError, confined_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Picture:
     notes     what the user should know of it
     read_s    seconds that reading took
     values    of each level, float32 [channel, 256], where bytes are stored;  frames: how often a patch has them
+    tiles     pictures that a prompt has in its place, row by row, this one as a whole the last of them; empty: it alone
+    tiling    rows and columns of tiles;  whole: it is none of them
     """
 
     stored: NDArray[np.uint8] | NDArray[np.float32]
@@ -70,10 +72,18 @@ class Picture:
     read_s: float = 0.0
     values: NDArray[np.float32] | None = None
     frames: int = 1
+    tiles: tuple[Picture, ...] = ()
+    tiling: tuple[int, int] = (0, 0)
+    whole: bool = True
+
+    @property
+    def pieces(self) -> tuple[Picture, ...]:
+        """The pictures that a tower reads of it."""
+        return self.tiles or (self,)
 
     @property
     def nbytes(self) -> int:
-        return self.stored.nbytes
+        return sum(tile.nbytes for tile in self.tiles) or self.stored.nbytes
 
     @property
     def patch_width(self) -> int:
@@ -117,13 +127,22 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
     head, _, data = answer.partition(b"\n")
     facts = json.loads(head)
     height, width = facts["height"], facts["width"]
-    pixels = np.frombuffer(data, np.uint8).reshape(height, width, 3)
-    grid = (1, height // edge * vision.merge, width // edge * vision.merge)
-    digest = hashlib.blake2b(json.dumps(grid).encode() + data, digest_size=DIGEST_BYTES).digest()
-    notes = tuple(f"{name}: {note}" for note in facts["notes"])
-    size, frames = tuple(facts["size"]), vision.temporal_patch_size
+    grid, values = (1, height // edge * vision.merge, width // edge * vision.merge), _values(vision)
+    pieces = [
+        Picture(_levels(each, vision), grid, _digest(grid, each), values=values, frames=vision.temporal_patch_size, whole=False)
+        for each in np.frombuffer(data, np.uint8).reshape(-1, height, width, 3)
+    ]
+    notes, size = tuple(f"{name}: {note}" for note in facts["notes"]), tuple(facts["size"])
     read_s = perf_counter() - started
-    return Picture(_levels(pixels, vision), grid, digest, size, notes, read_s, _values(vision), frames)
+    found = replace(pieces[-1], size=size, notes=notes, read_s=read_s, whole=True)
+    if settings.sizing != "tiles":
+        return found
+    tiling = tuple(facts["tiling"])
+    return replace(found, digest=_digest(tiling, data), tiles=(*pieces[:-1], found), tiling=tiling)
+
+
+def _digest(shape: tuple[int, ...], data: bytes | NDArray[np.uint8]) -> bytes:
+    return hashlib.blake2b(json.dumps(shape).encode() + bytes(data), digest_size=DIGEST_BYTES).digest()
 
 
 def _pillow() -> Any:
@@ -207,7 +226,7 @@ def _one_error() -> Iterator[None]:
 
 
 def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, ours: bool = False) -> bytes:
-    """A line of JSON, then the pixels uint8 [height, width, 3] of the resized picture.
+    """A line of JSON, then the pixels uint8 [height, width, 3] of the resized picture, or of each of its tiles.
 
     ours   `image` may be decoded at a part of its size, and its memory freed once it is not needed
     """
@@ -224,7 +243,8 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
     turn = TURNS.get(_orientation(image))
     swaps = turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
     width, height = (image.height, image.width) if swaps else image.size
-    size = settings.size_of(height, width, edge, most_tokens)
+    tiling = settings.tiling(height, width, edge, most_tokens) if settings.sizing == "tiles" else None
+    size = tiling.first if tiling else settings.size_of(height, width, edge, most_tokens)
     large = width * height > EXACT_PIXELS
     if large and ours:
         # Twice as large as it gets, so that the filter still decides how it looks.
@@ -240,8 +260,24 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
     if settings.sizing == "crop":
         top, left = (size[0] - settings.height) // 2, (size[1] - settings.width) // 2
         image = image.crop((left, top, left + settings.width, top + settings.height))
-    facts = {"size": (width, height), "height": image.height, "width": image.width, "notes": notes}
-    return json.dumps(facts).encode() + b"\n" + image.tobytes()
+    pieces, facts = [image], {"size": (width, height), "notes": notes}
+    if tiling:
+        pieces, facts["tiling"] = _tiles(image, tiling, settings), (tiling.rows, tiling.columns)
+        if tiling != settings.tiling(height, width, edge, settings.most_tokens(edge)):
+            notes.append(f"cut into {len(pieces)} tiles, the whole among them, for at most {most_tokens} tokens")
+    facts |= {"height": pieces[0].height, "width": pieces[0].width}
+    return json.dumps(facts).encode() + b"\n" + b"".join(each.tobytes() for each in pieces)
+
+
+def _tiles(image: Image, tiling: Tiling, settings: ImageConfig) -> list[Image]:
+    """The tiles of a picture of `tiling.first`, row by row, and the whole one as large as a tile."""
+    from PIL import Image as pillow
+
+    filters, edge = pillow.Resampling[settings.resampling.upper()], settings.tile
+    image = image.resize((tiling.size[1], tiling.size[0]), filters)
+    corners = [(column * edge, row * edge) for row in range(tiling.rows) for column in range(tiling.columns)]
+    whole = image.resize((edge, edge), filters) if corners else image
+    return [*(image.crop((left, top, left + edge, top + edge)) for left, top in corners), whole]
 
 
 def _orientation(image: Image) -> int:

@@ -7,7 +7,7 @@ look the same in the tokens: their digests tell them apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from edgeq.errors import InputError
 from edgeq.network.config import VisionConfig
+from edgeq.network.picture_texts import PictureTexts
 from edgeq.network.rope import picture_positions
 from edgeq.pictures.image import Picture
 
 ArrayI32 = NDArray[np.int32]
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class PicturePlace:
 @dataclass(frozen=True)
 class Prompt:
     """tokens     those of pictures are in it
-    pictures   in their order;  places: theirs, ascending
+    pictures   in their order, of those that are cut their tiles;  places: theirs, ascending
     second     index of the token with which the second text of a pair begins; 0: there is none, or no token says so
     """
 
@@ -81,17 +83,19 @@ class Prompt:
         return sum(place.tokens for place in self.places)
 
 
-def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig) -> Prompt:
+def with_pictures(tokens: Sequence[int], pictures: Sequence[Picture], vision: VisionConfig, encode: Encode) -> Prompt:
     """`tokens` with as many image tokens as each picture needs, in place of one each.
+
+    encode   a part of a text; for what a prompt has beside the tokens of pictures
 
     InputError: there are more image tokens than pictures, or fewer.
     """
-    expanded, places = placed(tokens, pictures, vision)
-    return Prompt(expanded, tuple(pictures), places)
+    expanded, places = placed(tokens, pictures, vision, encode)
+    return Prompt(expanded, tuple(piece for picture in pictures for piece in picture.pieces), places)
 
 
 class Gridded(Protocol):
-    """A picture that was read, or a record of one."""
+    """A picture that was read, or a tile of it, or a record of one."""
 
     @property
     def grid(self) -> tuple[int, int, int]: ...
@@ -99,11 +103,22 @@ class Gridded(Protocol):
     @property
     def digest(self) -> bytes: ...
 
+    @property
+    def tiling(self) -> tuple[int, int]: ...
+
+    @property
+    def pieces(self) -> Sequence[Gridded]: ...
+
+
+def tokens_of(picture: Gridded, vision: VisionConfig) -> int:
+    """Tokens of a picture, those of its tiles."""
+    return sum(math.prod(vision.token_grid(piece.grid)) for piece in picture.pieces)
+
 
 def placed(
-    tokens: Sequence[int], pictures: Sequence[Gridded], vision: VisionConfig
+    tokens: Sequence[int], pictures: Sequence[Gridded], vision: VisionConfig, encode: Encode
 ) -> tuple[list[int], tuple[PicturePlace, ...]]:
-    """The tokens of `with_pictures`, and the places of the pictures."""
+    """The tokens of `with_pictures`, and the places of the pictures, or of their tiles."""
     image_token = vision.image_token_id
     slots = [i for i, token in enumerate(tokens) if token == image_token]
     if len(slots) != len(pictures):
@@ -115,9 +130,13 @@ def placed(
     places, done = [], 0
     for slot, picture in zip(slots, pictures, strict=True):
         expanded += tokens[done:slot]
-        grid = vision.token_grid(picture.grid)
-        places.append(PicturePlace(len(expanded), grid, picture.digest, math.prod(grid)))
-        expanded += [image_token] * math.prod(grid)
+        texts = (vision.texts or PictureTexts()).before(*picture.tiling)
+        for piece, text in zip(picture.pieces, texts, strict=False):
+            expanded += encode(text) if text else []
+            grid = vision.token_grid(piece.grid)
+            places.append(PicturePlace(len(expanded), grid, piece.digest, math.prod(grid)))
+            expanded += [image_token] * math.prod(grid)
+        expanded += encode(end) if (end := next(texts)) else []
         done = slot + 1
     return [*expanded, *tokens[done:]], tuple(places)
 

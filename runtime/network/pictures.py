@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from edgeq.errors import InputError
 from edgeq.network.config import ModelConfig
 from edgeq.pictures.image import Picture, read_picture
-from edgeq.pictures.prompt import PicturePlace, Prompt
+from edgeq.pictures.prompt import PicturePlace, Prompt, tokens_of
 from edgeq.runtime.arguments import integer, wrong
 from edgeq.runtime.network.vision import Tower
 from edgeq.targets.target import OnProgress, no_progress
@@ -36,8 +35,9 @@ def check_image_tokens(config: ModelConfig, image_tokens: int | None) -> None:
         return
     if config.vision is None:
         raise InputError(f"`image_tokens` is given, and this model ({config.model_type}) reads text alone; leave it out")
-    limit, least = config.vision.most_tokens, 1 if config.vision.sizes_vary else config.vision.most_tokens
-    which = "the most that this model takes" if config.vision.sizes_vary else "those of every picture of this model"
+    limit, varies = config.vision.most_tokens, config.vision.tokens_vary
+    least = config.vision.piece_tokens(1) if varies else limit
+    which = "the most that this model takes" if varies else "those of every picture of this model"
     integer("image_tokens", image_tokens, least, limit, f"{f'{least} to ' * (least < limit)}{limit}, {which}")
 
 
@@ -56,7 +56,7 @@ class Pictures:
         self.vision, self.axes = config.vision, config.rope.axes
         limit = self.vision.most_tokens
         # Where all pictures have one size there is nothing to choose.
-        self.most_tokens = image_tokens or max(1, min(limit, MAX_TOKENS, context // 2) if self.vision.sizes_vary else limit)
+        self.most_tokens = image_tokens or max(1, min(limit, MAX_TOKENS, context // 2) if self.vision.tokens_vary else limit)
         self._compile: Callable[[int, OnProgress], Tower] | None = compile_tower
         self._tower: Tower | None = None
         self._lock = Lock()
@@ -68,11 +68,13 @@ class Pictures:
         """
         if not isinstance(source, Picture):
             return read_picture(source, self.vision, self.most_tokens)
-        (_, rows, columns), vision = source.grid, self.vision
-        unfit = rows % vision.merge or columns % vision.merge or not vision.fits(rows * columns)
-        if source.patch_width != vision.patch_width or unfit:
-            raise InputError("the picture was read for another model; read it with Model.read_image of this one")
-        if (tokens := math.prod(vision.token_grid(source.grid))) > self.most_tokens:
+        vision = self.vision
+        for piece in source.pieces:
+            _, rows, columns = piece.grid
+            unfit = rows % vision.merge or columns % vision.merge or not vision.fits(rows * columns)
+            if piece.patch_width != vision.patch_width or unfit:
+                raise InputError("the picture was read for another model; read it with Model.read_image of this one")
+        if (tokens := tokens_of(source, vision)) > self.most_tokens:
             raise InputError(
                 f"the picture has {tokens} tokens, and this model is loaded for {self.most_tokens}; "
                 "load it with a larger `image_tokens`, or read the picture again"
@@ -93,7 +95,7 @@ class Pictures:
             if self._compile is None:
                 raise InputError("the model is closed; load it again")
             if self._tower is None:
-                self._tower = self._compile(self.most_tokens * self.vision.merge**2, on_progress)
+                self._tower = self._compile(self.vision.piece_tokens(self.most_tokens) * self.vision.merge**2, on_progress)
             return self._tower
 
     def close(self) -> None:

@@ -49,8 +49,7 @@ def tower(metadata: Metadata) -> Graph:
         | {
             "pixels": config.patch_width,
             "joined": config.joined_size,
-            "project": config.project_size,
-            "projected": config.project_size,
+            **(dict.fromkeys(("project", "projected"), config.project_size) if config.project_size else {}),
             "features": config.feature_size,
             **{tap(index): config.hidden_size for index in taps},
             **{f"joined {tap(index)}": config.joined_size for index in taps},
@@ -79,7 +78,8 @@ def patches(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
 
 
 def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
-    """features = project.1(act(project.0(joined))): each joins neighbouring patches, whose norm comes before or after.
+    """features = project.1(act(project.0(joined))), or project.1(joined): each joins neighbouring patches, whose norm comes
+    before or after.
 
     Those of the last layer, then side by side with them those of the taps.
     """
@@ -93,9 +93,12 @@ def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
     for place, (joined, (p, kind)) in enumerate(zip(outs, projectors(config), strict=True)):
         if kind == "joined":
             yield norm(metadata, config, -1, joined, f"{p}norm", joined)
-        yield Linear(-1, joined, linears[f"{p}project.0"], "project")
-        yield Activate(-1, "project", config.project_size, "projected", cast(Function, config.project_act), gated=False)
-        yield Linear(-1, "projected", linears[f"{p}project.1"], "features", place * config.out_hidden_size)
+        last = joined
+        if config.project_size:
+            last = "projected"
+            yield Linear(-1, joined, linears[f"{p}project.0"], "project")
+            yield Activate(-1, "project", config.project_size, last, cast(Function, config.project_act), gated=False)
+        yield Linear(-1, last, linears[f"{p}project.1"], "features", place * config.out_hidden_size)
 
 
 def vision_of(metadata: Metadata) -> VisionConfig:

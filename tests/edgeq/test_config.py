@@ -13,6 +13,7 @@ from edgeq.format.manifest import array_shapes, fused_shapes, layer_contents
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.delta_net import DeltaNet
 from edgeq.network.image_config import ImageConfig
+from edgeq.network.picture_texts import PictureTexts
 from edgeq.network.pooling import Pooling
 from edgeq.network.rope import Rope, frequencies, picture_positions, rotation
 from edgeq.network.ssd import StateSpace
@@ -71,6 +72,16 @@ CLIP_TOWER = replace(
 TAPPED_TOWER = replace(TOWER, position_rows=9, interpolated=True, tap_layers=(0, 1))
 TAPPED = replace(PLAIN, rope=Rope(1e6, sections=(4, 2, 2), interleaved=True), vision=TAPPED_TOWER)
 LLAVA = replace(PLAIN, vision=CLIP_TOWER)
+TILED_TOWER = replace(
+    TOWER,
+    rope=Rope(1.0, "learned"),
+    image=ImageConfig(sizing="tiles", mean=(0.5,) * 3, std=(0.5,) * 3, tile=56, longest_edge=168),
+    project_size=0,
+    project_act="none",
+    position_rows=16,
+    texts=PictureTexts(tile="<{row}:{column}>", end="!"),
+)
+TILED = replace(PLAIN, vision=TILED_TOWER)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OLMO = replace(PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="whole")
@@ -135,6 +146,7 @@ WRITTEN = [
     replace(PLAIN, gated_mlp=False),
     QWEN_VL,
     LLAVA,
+    TILED,
     TAPPED,
 ]
 
@@ -462,6 +474,13 @@ BAD_TOWERS = {
     "an unknown norm": ({"project_norm": "all"}, UnsupportedError, "project_norm 'all'"),
     "a gated projector": ({"project_act": "silu"}, UnsupportedError, "project_act 'silu'"),
     "windows": ({"sliding_windows": [4, 0]}, UnsupportedError, "sliding windows"),
+    "a projector of one layer with an activation": ({"project_size": 0}, UnsupportedError, "supported with project_act 'none'"),
+    "a projector of two layers without one": ({"project_act": "none"}, UnsupportedError, "project_act 'none'"),
+    "a projector of less than one": ({"project_size": -1}, FormatError, "project_size is -1"),
+    "texts of another kind": ({"texts": {"middle": ""}}, UnsupportedError, "texts has unknown keys middle"),
+    "a number beside a picture": ({"texts": {"begin": 1}}, FormatError, "begin is 1; expected at most 256 characters"),
+    "a book beside a picture": ({"texts": {"tile": "x" * 257}}, FormatError, "tile is 'xxx"),
+    "no texts": ({"texts": None}, FormatError, "texts is not a JSON object"),
     "no image": ({"image": None}, FormatError, "config vision image is not a JSON object"),
     "an image of nothing": ({"image": {"sizing": "factor"}}, FormatError, "lacks mean"),
     "an image smaller than a token": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,12 @@ def processor(kind: str) -> tuple[Any, Any]:
         from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil as Llava
 
         made = Llava(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    elif kind in ("idefics3", "smolvlm"):
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil as Idefics
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil as SmolVlm
+
+        sizes: dict[str, Any] = {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 42}}
+        made = Idefics(**sizes) if kind == "idefics3" else SmolVlm(**sizes)
     else:
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil as Siglip
 
@@ -78,6 +85,12 @@ def compare(kind: str, mode: str, width: int, height: int) -> None:
     found = read_picture(data, vision, EVERY)
     expected = made(images=[Image.open(io.BytesIO(data))], return_tensors="np")
     pixels = expected["pixel_values"]
+    if found.tiles:
+        assert len(found.tiles) == pixels.shape[1] and found.tiles[-1].whole and not any(x.whole for x in found.tiles[:-1])
+        assert math.prod(found.tiling) + 1 == len(found.tiles)
+        patches = [x.reshape(3, 3, 14, 3, 14).transpose(1, 3, 0, 2, 4).reshape(9, -1) for x in pixels[0]]
+        assert all(np.abs(x.patches - y).max() <= 1e-6 for x, y in zip(found.tiles, patches, strict=True))
+        return
     if kind == "qwen2-vl":
         assert found.grid == tuple(expected["image_grid_thw"][0].tolist())
     else:
@@ -89,7 +102,9 @@ def compare(kind: str, mode: str, width: int, height: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("qwen2-vl", "RGB"), ("qwen2-vl", "LA"), ("clip", "P with alpha"), ("siglip", "RGB")]
+    ("kind", "mode"),
+    [("qwen2-vl", "RGB"), ("qwen2-vl", "LA"), ("clip", "P with alpha"), ("siglip", "RGB")]
+    + [("idefics3", "RGB"), ("smolvlm", "LA")],
 )
 def test_pixels_are_those_of_transformers(kind: str, mode: str) -> None:
     compare(kind, mode, 57, 40)
@@ -98,9 +113,42 @@ def test_pixels_are_those_of_transformers(kind: str, mode: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "llava", "siglip"])
+@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "llava", "siglip", "idefics3", "smolvlm"])
 def test_pixels_are_those_of_transformers_everywhere(kind: str, mode: str, size: tuple[int, int]) -> None:
     compare(kind, mode, *size)
+
+
+def test_tiles_are_those_of_transformers_for_pictures_of_every_shape() -> None:
+    """Where a side is rounded, and where a picture is larger than what is ever cut."""
+    from transformers.models.idefics3 import image_processing_pil_idefics3 as theirs
+
+    for longest, edge in ((2048, 512), (1920, 384), (1456, 364), (5000, 980), (90, 30), (30, 30), (99, 33)):
+        made = theirs.Idefics3ImageProcessorPil(size={"longest_edge": longest}, max_image_size={"longest_edge": edge})
+        settings = ImageConfig.from_preprocessor(json.loads(made.to_json_string()), {"patch_size": 14})
+        for height, width in np.random.default_rng(longest).integers(1, 4000, (40, 2)).tolist():
+            if max(height, width) > 200 * min(height, width):
+                continue
+            found = settings.tiling(height, width, 1, EVERY)
+            first = theirs.get_resize_output_image_size(np.zeros((1, height, width)), longest)
+            assert found.first == first, (height, width)
+            asked: list[Any] = []
+            made.resize = lambda image, size, resample, asked=asked: asked.append((size.height, size.width))  # type: ignore[method-assign]
+            made.resize_for_vision_encoder(np.zeros((1, *first), np.uint8), edge)
+            assert asked == [found.size]
+            assert found.pieces <= settings.most_tokens(edge)
+            assert (found.rows * edge, found.columns * edge) == (found.size if found.pieces > 1 else (0, 0))
+
+
+@pytest.mark.parametrize(("most", "pieces"), [(9, 1), (44, 1), (45, 5), (89, 5), (90, 10), (152, 10), (153, 17)])
+def test_a_picture_in_tiles_never_has_more_tokens_than_it_may(most: int, pieces: int) -> None:
+    settings = ImageConfig(sizing="tiles", mean=(0.5,) * 3, std=(0.5,) * 3, tile=42, longest_edge=168)
+    found = read_picture(drawn("RGB", 100, 90), tower(settings, 1, 1), most)
+    whole = read_picture(drawn("RGB", 100, 90), tower(settings, 1, 1), EVERY)
+    assert len(whole.tiles) == 17 and len(found.tiles) == pieces
+    assert (found.notes == ()) == (found.tiling == whole.tiling) and len({tile.digest for tile in whole.tiles}) == 17
+    assert found.nbytes == sum(tile.nbytes for tile in found.tiles)
+    with pytest.raises(InputError, match="every picture has at least 9 tokens for this model, and 8 are allowed"):
+        read_picture(drawn("RGB", 10, 10), tower(settings, 1, 1), 8)
 
 
 def test_patches_are_in_the_order_of_the_tower() -> None:

@@ -13,6 +13,7 @@ SIZES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 QWEN: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056, **SIZES}
 CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336}, "crop_size": 336}
 SIGLIP: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}}
+TILES: dict[str, Any] = {"image_processor_type": "Idefics3ImageProcessor"}
 READ = {
     "published Qwen2-VL": (QWEN, {"sizing": "factor", "min_pixels": 3136, "max_pixels": 12845056}),
     "Qwen2-VL by transformers 5": (
@@ -29,6 +30,21 @@ READ = {
         {"sizing": "crop", "shortest_edge": 336, "height": 336, "width": 336},
     ),
     "SigLIP": (SIGLIP, {"sizing": "fixed", "height": 384, "width": 384, "mean": (0.5,) * 3, "std": (0.5,) * 3}),
+    "SmolVLM": (
+        {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 2048}}
+        | {
+            "max_image_size": {"longest_edge": 512},
+            "do_image_splitting": True,
+            "do_pad": True,
+            "image_mean": [0.5] * 3,
+            "video_sampling": {"fps": 1},
+        },
+        {"sizing": "tiles", "longest_edge": 2048, "tile": 512, "resampling": "lanczos", "mean": (0.5,) * 3},
+    ),
+    "Idefics3 by its defaults": (
+        {"image_processor_type": "Idefics3ImageProcessorFast"},
+        {"sizing": "tiles", "longest_edge": 1456, "tile": 364, "mean": (0.5,) * 3, "std": (0.5,) * 3},
+    ),
     "bilinear": (SIGLIP | {"resample": 2}, {"resampling": "bilinear"}),
     "not normalized": (CLIP | {"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
     "not rescaled": (CLIP | {"do_rescale": False}, {"rescale": 1.0}),
@@ -46,6 +62,10 @@ REFUSED = {
     "other patches": (QWEN | {"patch_size": 16}, UnsupportedError, "patch_size 16 is not supported; only 14"),
     "filter": (CLIP | {"resample": 9}, UnsupportedError, "resample 9"),
     "size": (SIGLIP | {"size": {"max_height": 3}}, UnsupportedError, "size"),
+    "one tile alone": (TILES | {"do_image_splitting": False}, UnsupportedError, "do_image_splitting False"),
+    "tiles of other sizes": (TILES | {"do_pad": False}, UnsupportedError, "do_pad False"),
+    "tiles by two edges": (TILES | {"max_image_size": {"height": 3}}, UnsupportedError, "max_image_size .* longest_edge"),
+    "a longest edge as text": (TILES | {"size": {"longest_edge": "9"}}, FormatError, "longest_edge is '9'"),
     "huge": (QWEN | {"max_pixels": 1 << 40}, FormatError, "max_pixels is 1099511627776"),
     "negative": (QWEN | {"min_pixels": -1}, FormatError, "min_pixels is -1"),
     "above": (QWEN | {"min_pixels": 1 << 25, "max_pixels": 1 << 24}, FormatError, "above max_pixels"),
@@ -77,7 +97,13 @@ def test_other_settings_are_refused_by_name(name: str) -> None:
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": ({"sizing": "tiles"}, "image sizing 'tiles'"),
+    "kind": ({"sizing": "mosaic"}, "image sizing 'mosaic'"),
+    "no tile": ({"sizing": "tiles", "min_pixels": 0, "max_pixels": 0, "longest_edge": 4}, "image tile is 0"),
+    "tiles without end": (
+        {"sizing": "tiles", "min_pixels": 0, "max_pixels": 0, "longest_edge": 4096, "tile": 1},
+        "longest_edge is 4096; expected at most 32 times tile",
+    ),
+    "a tile that is not used": ({"tile": 14}, "image tile is 14"),
     "filter": ({"resampling": "x" * 1000}, "image resampling"),
     "pixels": ({"max_pixels": 1 << 50}, "max_pixels"),
     "no pixels": ({"min_pixels": 0}, "min_pixels is 0"),

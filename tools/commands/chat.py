@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from edgeq.errors import DeviceError, InputError, ResourceError, UnsupportedError
 from edgeq.pictures.image import Picture
+from edgeq.pictures.prompt import tokens_of
 from edgeq.runtime import Generation, Measurement, Model
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
@@ -252,7 +252,7 @@ class Conversation:
         assert self._model.config.vision is not None
         self._shown.append({"type": "image", "path": path, "digest": picture.digest.hex()})
         self._pictures[picture.digest.hex()] = picture
-        tokens = math.prod(self._model.config.vision.token_grid(picture.grid))
+        tokens = tokens_of(picture, self._model.config.vision)
         width, height = picture.size
         return "\n".join([f"{path}: {width} x {height} pixels, {tokens} tokens", *picture.notes])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import sys
@@ -17,6 +16,7 @@ import click
 from edgeq.errors import DeviceError, InputError
 from edgeq.format.container import ModelFile
 from edgeq.pictures.image import Picture
+from edgeq.pictures.prompt import tokens_of
 from edgeq.runtime import Generation, Model, Piece, Sampling
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import MAX_TOKENS
@@ -147,11 +147,11 @@ class Screen:
 
 
 def most_visual(model: Path, images: int, image_tokens: int | None) -> int:
-    """The most tokens that so many pictures can have."""
+    """The most tokens that so many pictures can have, those beside them included: a token has a character at least."""
     if not images:
         return 0
     vision = ModelFile.open(model).metadata.config.vision
-    return images * min(vision.most_tokens, image_tokens or MAX_TOKENS) if vision else 0
+    return images * (min(vision.most_tokens, image_tokens or MAX_TOKENS) + vision.most_text) if vision else 0
 
 
 def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> dict[str, Any]:
@@ -164,9 +164,9 @@ def shown(paths: Sequence[Path], pictures: Sequence[Picture], model: Model) -> d
             "path": str(path),
             "width": picture.size[0],
             "height": picture.size[1],
-            "seen_width": picture.grid[2] * vision.patch_size,
-            "seen_height": picture.grid[1] * vision.patch_size,
-            "tokens": math.prod(vision.token_grid(picture.grid)),
+            "seen_width": picture.grid[2] * vision.patch_size * max(1, picture.tiling[1]),
+            "seen_height": picture.grid[1] * vision.patch_size * max(1, picture.tiling[0]),
+            "tokens": tokens_of(picture, vision),
             "read_s": picture.read_s,
             "notes": list(picture.notes),
         }

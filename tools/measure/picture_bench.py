@@ -85,7 +85,7 @@ def prompt_of(model: Model, picture: Picture) -> Prompt:
     vision = model.config.vision
     assert vision is not None
     after = (vision.image_token_id + 1) % model.config.vocab_size
-    return with_pictures([vision.image_token_id, after], [picture], vision)
+    return with_pictures([vision.image_token_id, after], [picture], vision, model.text.encode_part)
 
 
 def cells(lines: list[PictureTimes]) -> list[list[str]]:

@@ -120,6 +120,21 @@ def _layers(values: Values) -> int:
 
 
 def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
+    hidden, sources = config.hidden_size, stack_sources(config)
+    features, width = config.out_hidden_size, config.project_size
+    for kind in ("weight", "bias"):
+        for ours, theirs, sizes in (("0", "1", (width, hidden)), ("1", "2", (features, width))):
+            shape: tuple[int, ...] = sizes if kind == "weight" else sizes[:1]
+            name = f"multi_modal_projector.linear_{theirs}.{kind}"
+            sources[f"vision.project.{ours}.{kind}"] = TensorSource(name, shape, shape)
+        if config.pre_norm:
+            # The name is spelled so in every checkpoint.
+            sources[f"vision.pre_norm.{kind}"] = TensorSource(f"vision_tower.pre_layrnorm.{kind}", (hidden,), (hidden,))
+    return sources
+
+
+def stack_sources(config: VisionConfig) -> dict[str, TensorSource]:
+    """What comes before the projector: CLIP's and SigLIP's names."""
     hidden, inner, side = config.hidden_size, config.intermediate_size, config.patch_size
     pixels, table = (hidden, config.CHANNELS, side, side), (config.position_rows, hidden)
     first = f"{EMBEDDINGS}class_embedding" if config.class_row else ""
@@ -130,15 +145,7 @@ def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
     if not config.class_row:
         sources["vision.patch.bias"] = TensorSource(f"{EMBEDDINGS}patch_embedding.bias", (hidden,), (hidden,))
     shapes: dict[str, tuple[int, ...]] = {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    features, width = config.out_hidden_size, config.project_size
     for kind in ("weight", "bias"):
-        for ours, theirs, sizes in (("0", "1", (width, hidden)), ("1", "2", (features, width))):
-            shape: tuple[int, ...] = sizes if kind == "weight" else sizes[:1]
-            name = f"multi_modal_projector.linear_{theirs}.{kind}"
-            sources[f"vision.project.{ours}.{kind}"] = TensorSource(name, shape, shape)
-        if config.pre_norm:
-            # The name is spelled so in every checkpoint.
-            sources[f"vision.pre_norm.{kind}"] = TensorSource(f"vision_tower.pre_layrnorm.{kind}", (hidden,), (hidden,))
         for layer in range(config.num_hidden_layers):
             for module, theirs in BLOCK.items():
                 shape = shapes.get(module, (hidden, hidden))

@@ -25,7 +25,7 @@ from edgeq.runtime.session.runs import BatchItem, run_together
 
 TOLERANCE = 1e-3
 """As a share of the largest; the runtime keeps keys and values in f16."""
-FAMILIES, OTHERS = ("taps", "clip_llama", "states"), ("siglip_qwen2", "clip_mistral", "windows", "states_experts")
+FAMILIES, OTHERS = ("taps", "clip_llama", "states", "tiles"), ("siglip_qwen2", "clip_mistral", "windows", "states_experts")
 
 
 def samples(folder: Path) -> Path:
@@ -53,7 +53,7 @@ def test_features_and_states_are_the_runtimes(tmp_path: Path, name: str) -> None
         for index in range(layers):
             run.advance(index, run.load(index))
     assert all(torch.equal(x, y) for x, y in zip(few.states, forward.states[::2], strict=True))
-    model = Model.load(file.path, target="reference", mode="a16", max_rows=128, max_logits=128, context=256)
+    model = Model.load(file.path, target="reference", mode="a16", max_rows=512, max_logits=512, context=512)
     given = iter(features)
     for sample, states in zip(plan.calibration.samples, forward.states, strict=True):
         prompt = Prompt(sample.tokens, tuple(picture.read() for picture in sample.pictures), sample.places)

@@ -85,7 +85,8 @@ def logits(plan: ConversionPlan, path: Path, pictures: list[Picture]) -> NDArray
         if not pictures:
             pixels = np.random.default_rng(3).integers(0, 256, (30, 45, 3), np.uint8)
             pictures.append(model.read_image(Image.fromarray(pixels)))
-        return model.session().prefill(with_pictures([5, 9, START, IMAGE, END, 2, 30], pictures, vision))
+        tokens, encode = [5, 9, START, IMAGE, END, 2, 30], model.text.encode_part
+        return model.session().prefill(with_pictures(tokens, pictures, vision, encode))
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name != "clip_llama"]

@@ -34,6 +34,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.targets.rows import TEXT, VISION
+from tests.runtime.network.random_vlm import no_texts
 
 TOLERANCE = 1e-3
 
@@ -66,7 +67,7 @@ def prompt_of(file: ModelFile, spread: float = 1.0) -> Prompt:
         for i, (t, h, w) in enumerate(grids)
     ]
     tokens = [*rng.integers(2, 2048, 6).tolist(), START, IMAGE, 7, 8, START, IMAGE, *rng.integers(2, 2048, 9).tolist()]
-    return with_pictures(tokens, pictures, vision)
+    return with_pictures(tokens, pictures, vision, no_texts)
 
 
 def logits_of(path: Path, target: str, rows: int = 256, spread: float = 1.0) -> NDArray[np.float32]:

@@ -358,7 +358,7 @@ def test_what_a_qwen3_vl_cannot_have_is_named(taps: Path, keys: dict[str, Any], 
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [
-        ("LlavaNextForConditionalGeneration", "cuts pictures into tiles; supported instead: LLaVA-1.5"),
+        ("LlavaNextForConditionalGeneration", "cuts pictures into tiles in a way of its own; supported instead: LLaVA-1.5"),
         ("Qwen3VLMoeForConditionalGeneration", "experts beside a vision tower; supported instead: Qwen3-VL without experts"),
         ("LlavaLlamaForCausalLM", "does not carry its vision tower; convert the llava-hf checkpoint"),
     ],

@@ -63,6 +63,10 @@ STATES = replace(
 """The same with a layer that has a state, as Qwen3.5 has them."""
 
 
+def no_texts(text: str) -> list[int]:
+    raise AssertionError(f"{text!r} beside a picture of a model that has none")
+
+
 def write(path: Path, config: ModelConfig = CONFIG) -> Path:
     """The file at `path`; the same bytes every time."""
     writer, rng, linears = Writer(path), np.random.default_rng(0), dict[str, LinearSpec]()

@@ -28,7 +28,7 @@ from edgeq.targets import TargetChoice, pick
 from edgeq.targets.rows import VISION as SEEN
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import Target
-from tests.runtime.network.random_vlm import CONFIG, IMAGE_TOKEN, VISION, picture, write
+from tests.runtime.network.random_vlm import CONFIG, IMAGE_TOKEN, VISION, no_texts, picture, write
 
 A, B, WIDE = picture(3, 4, 1), picture(3, 4, 2), picture(2, 9, 3)
 """A and B have the same tokens."""
@@ -48,7 +48,7 @@ def model(path: Path) -> Model:
 def prompt(*parts: int | Picture) -> Prompt:
     """Tokens and pictures one after another."""
     tokens = [IMAGE_TOKEN if isinstance(part, Picture) else part for part in parts]
-    return with_pictures(tokens, [part for part in parts if isinstance(part, Picture)], VISION)
+    return with_pictures(tokens, [part for part in parts if isinstance(part, Picture)], VISION, no_texts)
 
 
 TEXT = [int(t) for t in np.random.default_rng(0).integers(2, 80, 30)]
@@ -90,7 +90,7 @@ def test_images_and_places_have_to_be_as_many(pictures: list[Picture]) -> None:
     with pytest.raises(
         InputError, match=f"has 1 place for an image .* and {len(pictures)} images are given; give one for each"
     ):
-        with_pictures([3, IMAGE_TOKEN], pictures, VISION)
+        with_pictures([3, IMAGE_TOKEN], pictures, VISION, no_texts)
 
 
 def test_a_picture_that_the_model_cannot_take_is_refused(model: Model) -> None:

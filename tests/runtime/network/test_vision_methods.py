@@ -17,9 +17,7 @@ from edgeq.converters.methods import METHODS
 from edgeq.runtime import Model, Prompt
 
 FEW: dict[str, Any] = {"calibration_rows": 2, "calibration_length": 64}
-STATES = ("states", "states_experts")
-ATTENDING = {"quarot", "resq", "ttq", "smoothquant", "smoothquant+gptq"}
-"""Methods that take every layer to attend."""
+PLAIN = [name for name in MODELS if not name.startswith(("states", "tiles"))]
 QUESTION = [{"role": "user", "content": "What is it?"}]
 Source = Callable[[str], Path]
 
@@ -51,7 +49,7 @@ def like(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, name: str) -> None:
     exact = ConvertOptions(method="none", dtype="f32")
     convert(str(source(name)), tmp_path / "none.edgeq", exact, lambda *_: None)
@@ -61,7 +59,7 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
         # What follows a picture sees little of it through short windows.
         assert like(other, wanted) < (0.99 if model.config.sliding_windows else 0.8)
     # mquant needs calibration pictures, and has tests of its own; as-stored rounds nothing of a checkpoint in floats.
-    for method in sorted(set(METHODS) - {"none", "mquant", "as-stored"} - (ATTENDING if name in STATES else set())):
+    for method in sorted(set(METHODS) - {"none", "mquant", "as-stored"}):
         path = tmp_path / f"{method}.edgeq"
         calibrated = {} if method in ("rtn", "ttq", "quarot") else FEW
         file = convert(str(source(name)), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
@@ -75,6 +73,20 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
             plain = model.generate(prompt, max_tokens=8, ignore_eos=True)
             drafted = model.generate(prompt, max_tokens=8, ignore_eos=True, draft="lookup", gamma=3)
             assert plain.text() == drafted.text() and plain.tokens == drafted.tokens, method
+
+
+@pytest.mark.exhaustive
+def test_methods_stay_nearer_to_a_picture_in_tiles_than_another_picture_is(source: Source, tmp_path: Path) -> None:
+    """Texts beside tiles have a larger share in what follows them."""
+    convert(str(source("tiles")), tmp_path / "none.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)
+    wanted = logits(tmp_path / "none.edgeq")
+    with Model.load(tmp_path / "none.edgeq", context=256, threads=1) as model:
+        other = like(model.session().prefill(asked(model, "white")), wanted)
+    for method in sorted(set(METHODS) - {"none", "mquant", "as-stored", "quarot", "resq"}):
+        path = tmp_path / f"{method}.edgeq"
+        calibrated = {} if method in ("rtn", "ttq") else FEW
+        convert(str(source("tiles")), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
+        assert like(logits(path), wanted) > (1 + other) / 2, method
 
 
 @pytest.mark.exhaustive

@@ -23,7 +23,7 @@ from edgeq.format.container import ModelFile
 from edgeq.format.records import KvCodec
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.rope import Rope
-from edgeq.pictures.frames import Frame, Grid
+from edgeq.pictures.frames import Frame, Grid, patch_places
 from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import Prompt, positions, with_pictures
 from edgeq.runtime import Model
@@ -48,6 +48,11 @@ PROMPTS: dict[str, tuple[int, ...]] = {
 }
 
 
+def encoded(text: str) -> list[int]:
+    """Tokens of a text beside a picture: any that tell such texts apart."""
+    return [2 + len(text), 3]
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint, its float32 file and transformers' model of it."""
@@ -63,7 +68,7 @@ class Case:
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        side = self.vision.image.height // self.vision.patch_size
+        side = (self.vision.image.height or self.vision.image.tile) // self.vision.patch_size
         return GRIDS if self.vision.sizes_vary else ((1, side, side),) * 3
 
     def pictures(self, count: int) -> list[Picture]:
@@ -85,7 +90,7 @@ class Case:
         if name == "image_last":
             del tokens[-1]
         pictures = self.pictures(len(GRIDS))
-        return with_pictures(tokens, [pictures[i] for i in order], self.vision)
+        return with_pictures(tokens, [pictures[i] for i in order], self.vision, encoded)
 
     def seen(self, pictures: Sequence[Picture]) -> dict[str, Any]:
         """What transformers' model takes of pictures."""
@@ -95,14 +100,16 @@ class Case:
         if self.vision.sizes_vary:
             grids = torch.tensor([picture.grid for picture in pictures])
             return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": grids}
-        (_, rows, columns), side, whole = self.grids[0], self.vision.patch_size, self.vision.image.height
+        (_, rows, columns), side, merge, image = self.grids[0], self.vision.patch_size, self.vision.merge, self.vision.image
         images = (
-            patches.reshape(-1, rows, columns, 3, side, side)
-            .transpose(0, 3, 1, 4, 2, 5)
+            patches.reshape(-1, rows // merge, columns // merge, merge, merge, 3, side, side)
+            .transpose(0, 5, 1, 3, 6, 2, 4, 7)
             .reshape(-1, 3, rows * side, rows * side)
         )
-        rest = whole - rows * side
-        return {"pixel_values": torch.from_numpy(np.pad(images, ((0, 0), (0, 0), (0, rest), (0, rest))))}
+        rest = (image.height or image.tile) - rows * side
+        pixels = torch.from_numpy(np.pad(images, ((0, 0), (0, 0), (0, rest), (0, rest))))
+        # Tiles of a text are one entry of a batch.
+        return {"pixel_values": pixels[None] if image.tile else pixels}
 
     def expected(self, prompt: Prompt) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """transformers' logits [tokens, vocab] and positions [axes, tokens]."""
@@ -130,7 +137,7 @@ class Case:
             visual = self.model.model.visual
             hooks = {"patch": visual.patch_embed, "layers": visual.blocks[layers - 1]}
         else:
-            visual = self.model.model.vision_tower
+            visual = self.model.model.vision_model if self.vision.image.tile else self.model.model.vision_tower
             hooks = {"patch": visual.embeddings.patch_embedding, "layers": visual.encoder.layers[layers - 1]}
         taken = [
             module.register_forward_hook(lambda _m, _a, out, key=key: wanted.__setitem__(key, out.numpy()))
@@ -142,8 +149,9 @@ class Case:
             hook.remove()
         features = [found.pooler_output, *getattr(found, "deepstack_features", ())]
         if wanted["patch"].ndim == 4:
-            wanted["patch"] = wanted["patch"][0].reshape(len(wanted["patch"][0]), -1).T
-            wanted["layers"] = wanted["layers"][0][int(self.vision.class_row) :]
+            (row, column), (_, _, columns) = patch_places(picture.grid, self.vision.merge), picture.grid
+            wanted["patch"] = wanted["patch"][0].reshape(len(wanted["patch"][0]), -1).T[row * columns + column]
+            wanted["layers"] = wanted["layers"][0][int(self.vision.class_row) :][row * columns + column]
         return wanted | {"features": np.concatenate([each[0].numpy() for each in features], 1)}
 
 
@@ -230,6 +238,8 @@ def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> Non
         ("taps", "two", 7),
         ("states", "three", 7),
         ("states_experts", "text_first", 256),
+        ("tiles", "three", 7),
+        ("tiles_mistral", "two", 256),
         ("clip_llama", "three", 256),
         ("clip_mistral", "text_first", 7),
         ("siglip_qwen2", "image_last", 256),
@@ -250,7 +260,11 @@ def test_logits_equal_transformers_everywhere(case: Get, target: str, name: str,
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "name", ["padded", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in NAMES if each != "padded")]
+    "name",
+    [
+        "padded",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in NAMES if x != "padded" and not x.startswith("tiles")),
+    ],
 )
 def test_a_second_turn_equals_transformers(case: Get, target: str, name: str) -> None:
     found = case(name)
@@ -265,6 +279,7 @@ def test_a_second_turn_equals_transformers(case: Get, target: str, name: str) ->
         + [9, 10, START, IMAGE, END, 12],
         [first.pictures[0], second.pictures[1]],
         found.vision,
+        encoded,
     )
     assert both.tokens == more
     kept = session.keep_prefix(both)
@@ -304,6 +319,7 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
         lambda c: replace(c, rope=replace(c.rope, sections=(8, 6, 6), partial_rotary_factor=1.0)),
     ),
     "another activation of the tower": ("states", lambda c: _of_tower(c, hidden_act="quick_gelu")),
+    "a norm behind the joined": ("tiles", lambda c: _of_tower(c, project_norm="none")),
     "another base in the tower": ("states", lambda c: _of_tower(c, rope=Rope(1e4, "axial", sections=(10, 10)))),
 }
 

@@ -18,7 +18,7 @@ from edgeq.runtime.batching.job import Job
 from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
 from edgeq.targets.rows import PAGE
-from tests.runtime.network.random_vlm import IMAGE_TOKEN, STATES, VISION, picture, write
+from tests.runtime.network.random_vlm import IMAGE_TOKEN, STATES, VISION, no_texts, picture, write
 
 A, B, WIDE = picture(3, 4, 1), picture(3, 4, 2), picture(2, 9, 3)
 """A and B have the same tokens."""
@@ -29,7 +29,7 @@ TARGETS = ("reference", "cpu")
 def prompt(*parts: int | Picture) -> Prompt:
     """Tokens and pictures one after another."""
     tokens = [IMAGE_TOKEN if isinstance(part, Picture) else part for part in parts]
-    return with_pictures(tokens, [part for part in parts if isinstance(part, Picture)], VISION)
+    return with_pictures(tokens, [part for part in parts if isinstance(part, Picture)], VISION, no_texts)
 
 
 LONG = prompt(*TEXT, A, WIDE, B, 5, 6)
@@ -109,7 +109,7 @@ def test_prompts_that_begin_alike_share_a_snapshot_only_with_the_same_pictures(t
 
         def asked(*pictures: Picture) -> Prompt:
             tokens = [*text, *[IMAGE] * len(pictures), 5, 6]
-            return with_pictures(tokens, pictures, vision)
+            return with_pictures(tokens, pictures, vision, no_texts)
 
         scheduler = Scheduler(model, 2, shares_prefixes=True)
         # The second picture lies on both sides of a page's end.
