@@ -391,10 +391,3 @@ def dequantized(codec: Codec, columns: int, arrays: Mapping[str, AnyArray]) -> A
 def per_channel(a: ArrayF32, codec: Codec, columns: int) -> ArrayF32:
     """Per-group values [rows, groups] -> [rows, columns], each repeated over the channels of its group."""
     return np.repeat(a, codec.group_size or columns, axis=1)[:, :columns]
-
-
-def dequantize_rows(codec: Codec, columns: int, indices: NDArray[np.int64], arrays: Mapping[str, AnyArray]) -> ArrayF32:
-    """Rows of a stored matrix by index (an embedding look-up in a tied head) -> float32 [len(indices), columns]."""
-    blocks, take = indices // ROWS, np.arange(len(indices)) * ROWS + indices % ROWS
-    whole = dequantize(codec, len(indices) * ROWS, columns, {name: array[blocks] for name, array in arrays.items()})
-    return cast(ArrayF32, whole[take])

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeq.format.codec import ROWS, AnyArray
 from edgeq.format.codec import dequantize as dequantize_codec
-from edgeq.format.codec import dequantize_rows as dequantize_codec_rows
+from edgeq.format.codec_rows import dequantize_rows as dequantize_codec_rows
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Weight
 from edgeq.targets.requantization import HostWeights

@@ -15,7 +15,6 @@ from edgeq.format.codec import (
     TABLE_BITS,
     Codec,
     dequantize,
-    dequantize_rows,
     dequantized,
     from_bf16,
     pack_beside,
@@ -28,6 +27,7 @@ from edgeq.format.codec import (
     unpack_groups,
     unpack_integers,
 )
+from edgeq.format.codec_rows import dequantize_rows
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.format.trellis import TRELLIS_BITS, by_subset
 
