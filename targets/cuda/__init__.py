@@ -51,8 +51,6 @@ class CudaTarget:
             return None
         if file.metadata.config.delta_net or file.metadata.config.ssd:
             return f"{gpus.first.name}: it does not have gated delta nets and state spaces yet"
-        if file.metadata.config.attention_sinks or file.metadata.config.swiglu_limit is not None:
-            return f"{gpus.first.name}: it does not have attention with sinks and experts with a clamped SwiGLU yet"
         if file.metadata.config.value_norm:
             return f"{gpus.first.name}: it does not have layers whose heads differ, with norms of values, yet"
         if file.metadata.config.bidirectional:

@@ -29,6 +29,7 @@ RECORDS: Mapping[str, type[Arguments]] = {
     "rms_norm": rows.RmsNormArguments,
     "layer_norm": rows.LayerNormArguments,
     "activate": rows.ActivateArguments,
+    "activate_clamped": rows.ActivateClampedArguments,
     "scale": rows.ScaleArguments,
     "inject": rows.InjectArguments,
     "select": rows.SelectArguments,

@@ -91,6 +91,7 @@ class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts")):
     """q               f32 [tokens][width]
     firsts, lasts   i32 [tokens], slots that a row sees, without the last
     window          slots before its last that a row sees at most; 0: all
+    sinks           f32 [heads], scores whose shares go nowhere
     out             f32 [tokens][heads * head_dim]
     sums            f32 [tokens][heads][parts][head_dim padded to 32, and 32]
     arrived         i32 [tokens][blocks of heads], 0 before and after
@@ -105,6 +106,8 @@ class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts")):
     out: Address
     heads: Int32
     window: Int32
+    has_sinks: Int32
+    sinks: Address
     scale: Float32
     sums: Address
     arrived: Address

@@ -78,6 +78,14 @@ class ActivateArguments(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivateClampedArguments(ActivateArguments):
+    """alpha   of the sigmoid;  limit: of the first factor at most, and of the size of the second"""
+
+    alpha: Float32
+    limit: Float32
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScaleArguments(Arguments):
     """x, out   f32 [tokens][width]"""
 

@@ -17,7 +17,7 @@ from edgeq.targets.cuda.kernels.product import matmul, matvec
 from edgeq.targets.cuda.kernels.quantize_input import quantize_input, quantize_input_static, quantize_input_token
 from edgeq.targets.cuda.kernels.read import read_memory
 from edgeq.targets.cuda.kernels.requantize import add_squares, requantize
-from edgeq.targets.cuda.kernels.rows import activate, embed, inject, scale, select
+from edgeq.targets.cuda.kernels.rows import activate, activate_clamped, embed, inject, scale, select
 from edgeq.targets.cuda.kernels.short_conv import short_conv
 from edgeq.targets.cuda.kernels.transform import arrange, butterflies, split_row
 
@@ -26,9 +26,9 @@ FUNCTIONS = {
     for function in (
         matvec, matmul, fused_rows, fused_activate, fused_heads, quantize_input, quantize_input_token,
         quantize_input_static, float_product, embed, embed_float,
-        rms_norm, layer_norm, head_norm, activate, scale, inject, select, rope, head_rotate, cache_write, cache_write_int8,
-        cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, scatter, gather_add,
-        gated_add, largest, low_rank, low_rank_add, read_memory, short_conv,
+        rms_norm, layer_norm, head_norm, activate, activate_clamped, scale, inject, select, rope, head_rotate, cache_write,
+        cache_write_int8, cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, scatter,
+        gather_add, gated_add, largest, low_rank, low_rank_add, read_memory, short_conv,
     )
 }  # fmt: skip
 RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4, "short_conv": 8}

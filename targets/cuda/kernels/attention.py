@@ -17,24 +17,11 @@ TILES.  A value that is not finite would make that 0 a NaN: it is read as 0, and
 
 from tvm.script import tirx as T
 
+from edgeq.targets.cuda.kernels.attention_page import WARPS, dimension, pages_of
 from edgeq.targets.cuda.kernels.attention_rows import MASKED_SCORE, SCORES, WEIGHTS, first_of, rows_of
-from edgeq.targets.cuda.kernels.cached import places, readers, two_of
-from edgeq.targets.cuda.kernels.rows import INFINITY_BITS, NAN_BITS, THREADS
+from edgeq.targets.cuda.kernels.cached import places
+from edgeq.targets.cuda.kernels.rows import NAN_BITS, THREADS
 from edgeq.targets.rows import PAGE
-
-WARPS = THREADS // 32
-
-
-def dimension(n, v, warp, t):
-    """Dimension of a head in column 2t + v of tile `n` of the values of a warp."""
-    return ((n // 2 * WARPS + warp) * 8 + t * 2 + v) * 2 + n % 2
-
-
-@T.inline
-def multiply(to, at, a0, a1, a2, a3, b0, b1):
-    T.ptx.mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32(
-        to[at], to[at + 1], to[at + 2], to[at + 3], a0, a1, a2, a3, b0, b1, to[at], to[at + 1], to[at + 2], to[at + 3]
-    )
 
 
 def attend(head_dim, kv, PART, packed):
@@ -46,11 +33,11 @@ def attend(head_dim, kv, PART, packed):
     that a row does not see are left out.
 
     firsts, lasts   int32 per token row; with a `window` above 0 the row sees no more than the last that many
+    sinks           f32 [heads]: scores of a head whose shares go nowhere, if `has_sinks`
     sums            f32 [rows][heads][parts][STRIDE];  arrived: int32 [rows][blocks of heads], 0 before and after
     high            dimensions of an int4 cache that have 8 bits
     """
     TILES = 2 if packed and head_dim <= 128 else 1
-    EXACT = kv == "f16"  # a number is one f16, else the sum of two
     M = 16 * TILES
     PER = THREADS // M  # threads that make the weights of a row
     CHUNKS = -(-head_dim // 32)
@@ -58,8 +45,8 @@ def attend(head_dim, kv, PART, packed):
     ACC = TILES * PAIRS * 8
     STRIDE = -(-head_dim // 32) * 32 + 32  # lines of a cache: no block has read what another one writes
     head_of = places(kv)
-    scaling, keys, value = readers(kv, head_dim)
-    place_of, make_query, make_weights = rows_of(M, head_dim)
+    WORDS, look_at_values, make_scores, add_values = pages_of(kv, head_dim, TILES)
+    make_query, make_weights = rows_of(M, head_dim)
 
     def together_of(group):
         # Token rows of a block.
@@ -68,18 +55,14 @@ def attend(head_dim, kv, PART, packed):
     def row_tiles(tokens, group):
         return T.ceildiv(tokens, together_of(group)) if packed else tokens
 
-    def sixteens():
-        # Of the slots of a page.  What is made of integers would take too many registers for all at once.
-        return T.unroll(4) if EXACT else T.serial(4)
-
     def part_tiles(parts):
         return 1 if packed else T.max(parts, 1)
 
     @T.prim_func
     def attend_(q_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle, tables_: T.handle, firsts_: T.handle,
-                lasts_: T.handle, out_: T.handle, sums_: T.handle, arrived_: T.handle, tokens: T.int32, width: T.int32,
-                heads: T.int32, kv_heads: T.int32, layer: T.int32, window: T.int32, high: T.int32, parts: T.int32,
-                scale: T.float32):  # fmt: skip
+                lasts_: T.handle, sinks_: T.handle, out_: T.handle, sums_: T.handle, arrived_: T.handle, tokens: T.int32,
+                width: T.int32, heads: T.int32, kv_heads: T.int32, layer: T.int32, window: T.int32, high: T.int32,
+                parts: T.int32, has_sinks: T.int32, scale: T.float32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
         q = T.match_buffer(q_, (T.int32(),), "float32")
         pool = T.match_buffer(pool_, (T.int64(),), "uint32")
@@ -88,6 +71,7 @@ def attend(head_dim, kv, PART, packed):
         tables = T.match_buffer(tables_, (T.int32(),), "int32")
         firsts = T.match_buffer(firsts_, (T.int32(),), "int32")
         lasts = T.match_buffer(lasts_, (T.int32(),), "int32")
+        sinks = T.match_buffer(sinks_, (T.int32(),), "float32")
         out = T.match_buffer(out_, (T.int32(),), "float32")
         sums = T.match_buffer(sums_, (T.int32(),), "float32")
         arrived = T.match_buffer(arrived_, (T.int32(),), "int32")
@@ -113,15 +97,7 @@ def attend(head_dim, kv, PART, packed):
         before = T.alloc_shared((1,), "int32")
         acc = T.alloc_local((ACC,), "float32")
         merged = T.alloc_local((ACC,), "float32")
-        found = T.alloc_local((TILES * 8,), "float32")
-        a = T.alloc_local((8,), "uint32")
-        b = T.alloc_local((8,), "uint32")
-        words = T.alloc_local((PAIRS * (16 if EXACT else 4),), "uint32")
-        rest = T.alloc_local((1 if EXACT else max(8, PAIRS * 4),), "uint32")
-        odd = T.alloc_local((1,), "uint32")
-        of_keys = T.alloc_local((1, 4), "float32")
-        of_keys_after = T.alloc_local((1, 4), "float32")
-        of_values = T.alloc_local((4, 4), "float32")
+        words = T.alloc_local((WORDS,), "uint32")
         power = T.alloc_local((1,), "float32")
         most = T.alloc_local((2,), "float32")  # before and with this page
         total = T.alloc_local((1,), "float32")
@@ -145,95 +121,6 @@ def attend(head_dim, kv, PART, packed):
         within: T.let = tile % tiles * M + row % held
         head: T.let = kv_head * group + within
         own_token: T.let = row_tile * together + row // held
-
-        @T.inline
-        def look_at_values(page):
-            # Those of an f16 cache are kept; which slots have one that is not finite others are told.
-            if EXACT:
-                for i in T.unroll(16):
-                    for j in T.unroll(PAIRS):
-                        value(words, rest, i * PAIRS + j, pool, page, i // 4 * 16 + t * 4 + i % 4, (j * WARPS + warp) * 8 + g,
-                              of_values, 0, high)  # fmt: skip
-                odd[0] = T.uint32(0)
-                for i in T.unroll(PAIRS * 16):
-                    # A number that is not finite has an exponent of ones: one more reaches the bit of its sign.
-                    odd[0] = odd[0] | ((words[i] & T.uint32(0x7C007C00)) + T.uint32(0x04000400))
-                if (odd[0] & T.uint32(0x80008000)) != T.uint32(0):
-                    for i in T.unroll(PAIRS * 16):
-                        odd[0] = ((words[i] & T.uint32(0x7C007C00)) + T.uint32(0x04000400)) & T.uint32(0x80008000)
-                        if odd[0] != T.uint32(0):
-                            words[i] = T.uint32(0)
-                            broken[i // PAIRS // 4 * 16 + t * 4 + i // PAIRS % 4] = tag[0]
-                            broken[PAGE] = tag[0]
-            elif tid < PAGE:
-                scaling(of_keys, numbers, page, scales[0], tid, 1, high, False)
-                odd[0] = T.uint32(0)
-                for i in T.unroll(2):
-                    odd[0] = T.max(odd[0], T.reinterpret("uint32", of_keys[0, i * 2]) & T.uint32(0x7FFFFFFF))
-                if odd[0] >= T.uint32(INFINITY_BITS):
-                    broken[tid] = tag[0]
-                    broken[PAGE] = tag[0]
-
-        @T.inline
-        def make_scores(page):
-            scaling(of_keys, numbers, page, scales[0], warp * 16 + g, 1, high, False)
-            scaling(of_keys_after, numbers, page, scales[0], warp * 16 + 8 + g, 1, high, False)
-            for i in T.unroll(TILES * 8):
-                found[i] = T.float32(0)
-            for c in T.serial(CHUNKS):
-                keys(b, rest, 0, pool, page, warp * 16 + g, c, t, of_keys, high)
-                keys(b, rest, 4, pool, page, warp * 16 + 8 + g, c, t, of_keys_after, high)
-                for m in T.unroll(TILES):
-                    for half in T.unroll(2):
-                        for i in T.unroll(2):
-                            for v in T.vectorized(4):
-                                a[i * 4 + v] = query[((half * M * CHUNKS + place_of(m * 16 + i * 8 + g, c)) * 4 + t) * 4 + v]
-                        for n in T.unroll(2):
-                            for k in T.unroll(2):
-                                multiply(found, (m * 2 + n) * 4, a[k * 2], a[4 + k * 2], a[k * 2 + 1], a[4 + k * 2 + 1],
-                                         b[n * 4 + k * 2], b[n * 4 + k * 2 + 1])  # fmt: skip
-                                if not EXACT and half == 0:
-                                    multiply(found, (m * 2 + n) * 4, a[k * 2], a[4 + k * 2], a[k * 2 + 1], a[4 + k * 2 + 1],
-                                             rest[n * 4 + k * 2], rest[n * 4 + k * 2 + 1])  # fmt: skip
-            for m in T.unroll(TILES):
-                for n in T.unroll(2):
-                    for i in T.unroll(2):
-                        for v in T.vectorized(2):
-                            scores[((m * 16 + i * 8 + g) * (SCORES // 2) + warp * 8 + n * 4 + t) * 2 + v] = found[
-                                (m * 2 + n) * 4 + i * 2 + v
-                            ]
-
-        @T.inline
-        def add_values(page):
-            for m in T.unroll(TILES):
-                for i in T.unroll(2):
-                    factor[i] = factors[m * 16 + i * 8 + g]
-                for n in T.unroll(PAIRS * 2):
-                    for i in T.unroll(4):
-                        acc[(m * PAIRS * 2 + n) * 4 + i] = acc[(m * PAIRS * 2 + n) * 4 + i] * factor[i // 2]
-            for k in sixteens():
-                if not EXACT:
-                    scaling(of_values, numbers, page, scales[0], k * 16 + t * 4, 4, high, True)
-                    for i in T.unroll(4):
-                        for j in T.unroll(PAIRS):
-                            value(words, rest, i * PAIRS + j, pool, page, k * 16 + t * 4 + i, (j * WARPS + warp) * 8 + g,
-                                  of_values, i, high)  # fmt: skip
-                for m in T.unroll(TILES):
-                    for half in T.unroll(2):
-                        for i in T.unroll(2):
-                            for v in T.vectorized(2):
-                                a[i * 2 + v] = weights[((half * M + m * 16 + i * 8 + g) * (WEIGHTS // 2) + k * 4 + t) * 2 + v]
-                        for j in T.unroll(PAIRS):
-                            for n in T.unroll(2):
-                                # The first or the second dimension of every pair.
-                                first: T.let = (k * 4 if EXACT else 0) * PAIRS + j
-                                for i in T.unroll(2):
-                                    b[i] = two_of(words[first + i * 2 * PAIRS], words[first + (i * 2 + 1) * PAIRS], n)
-                                multiply(acc, ((m * PAIRS + j) * 2 + n) * 4, a[0], a[2], a[1], a[3], b[0], b[1])
-                                if not EXACT and half == 0:
-                                    for i in T.unroll(2):
-                                        b[i] = two_of(rest[i * 2 * PAIRS + j], rest[(i * 2 + 1) * PAIRS + j], n)
-                                    multiply(acc, ((m * PAIRS + j) * 2 + n) * 4, a[0], a[2], a[1], a[3], b[0], b[1])
 
         @T.inline
         def fold(sees):
@@ -274,6 +161,11 @@ def attend(head_dim, kv, PART, packed):
 
         @T.inline
         def finish(lead, ends):
+            # A sink is one more score, whose value is nothing: the sum alone has it.  That is relative to the largest of the
+            # others, so it is infinite, and the result 0, where a sink is so much larger that they have no share.
+            if mine == 0 and has_sinks != 0 and within < group:
+                all_[1] = all_[1] + T.exp(sinks[head] - all_[0])
+                all_[0] = T.max(all_[0], sinks[head])
             # Where no score is above MASKED_SCORE, the result is NaN, as that of a NaN score is by itself.
             if mine == 0:
                 factors[row] = T.if_then_else(
@@ -380,14 +272,15 @@ def attend(head_dim, kv, PART, packed):
                         ):
                             page: T.let = pages[tables[token] + number_] + T.Cast("int64", inside[0])
                             tag[0] = tag[0] + 1
-                            look_at_values(page + T.Cast("int64", values[0]))
-                            make_scores(page)
+                            of_values: T.let = page + T.Cast("int64", values[0])
+                            look_at_values(words, broken, tag, pool, numbers, of_values, scales[0], high, warp, g, t, tid)
+                            make_scores(scores, query, pool, numbers, page, scales[0], high, warp, g, t)
                             T.cuda.cta_sync()
                             make_weights(
                                 weights, factors, most, total, scores, power, broken, tag, own, number_ * PAGE, row, mine
                             )
                             T.cuda.cta_sync()
-                            add_values(page + T.Cast("int64", values[0]))
+                            add_values(acc, words, weights, factors, pool, numbers, of_values, scales[0], high, warp, g, t)
                         fold(own[1] > own[0] and part >= own[0] // PART and part <= (own[1] - 1) // PART)
                     if not packed:
                         if parts > 0 and first_part < last_part:

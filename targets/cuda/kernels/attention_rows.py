@@ -25,16 +25,18 @@ def first_of(firsts, lasts, row, window):
     return T.if_then_else(window > 0, T.max(lasts[row] - window, firsts[row]), firsts[row])
 
 
+def place_in(row, chunk, chunks):
+    """Where a chunk of a row is in `query`, in units of 16 words: of an even number, neighbouring rows would lie in the same
+    banks."""
+    return row * chunks + (chunk ^ (row % 2) if chunks % 2 == 0 else chunk)
+
+
 def rows_of(M, head_dim):
-    """Where a chunk of a row is in `query`, and inline what threads do that are THREADS / M of a row, `mine` among them."""
+    """Inline what threads do that are THREADS / M of a row, `mine` among them."""
     PER = THREADS // M
     EACH = PAGE // PER  # slots of a thread
     LEVELS = PER.bit_length() - 1
     CHUNKS = -(-head_dim // 32)
-
-    def place_of(row, chunk):
-        # In units of 16 words.  With an even number of chunks, neighbouring rows would lie in the same banks.
-        return row * CHUNKS + (chunk ^ (row % 2) if CHUNKS % 2 == 0 else chunk)
 
     @T.inline
     def make_query(query, power, q, at, active, scale, row, mine):
@@ -61,7 +63,7 @@ def rows_of(M, head_dim):
                     two[v] = q[at + word * 2 + v] * scale * inverse
             split(words, 0, words, 1, two)
             for half in T.unroll(2):
-                query[(half * M * CHUNKS + place_of(row, word // 16)) * 16 + word % 16] = words[half]
+                query[(half * M * CHUNKS + place_in(row, word // 16, CHUNKS)) * 16 + word % 16] = words[half]
 
     @T.inline
     def make_weights(weights, factors, most, total, scores, power, broken, tag, own, page, row, mine):
@@ -109,4 +111,4 @@ def rows_of(M, head_dim):
         if mine == 0:
             factors[row] = two[0]
 
-    return place_of, make_query, make_weights
+    return make_query, make_weights

@@ -100,6 +100,35 @@ def activate(function, gated):
     return activate_
 
 
+def activate_clamped():
+    """out = g / (1 + exp(-alpha g)) * (u + 1), where g = x[:, :width] is at most `limit`, and u, the `width` numbers after it,
+    within +-limit; NaN stays NaN."""
+
+    @T.prim_func
+    def activate_clamped_(x_: T.handle, out_: T.handle, tokens: T.int32, stride: T.int32, width: T.int32, alpha: T.float32,
+                          limit: T.float32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        nx, no = T.int32(), T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        out = T.match_buffer(out_, (no,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(width, THREADS), tokens])
+        warp = T.warp_id([THREADS // 32])
+        lane = T.lane_id([32])
+        channel: T.let = part * THREADS + warp * 32 + lane
+        g = T.alloc_local((1,), "float32")
+        u = T.alloc_local((1,), "float32")
+        if channel < width:
+            g[0] = x[row * stride + channel]
+            g[0] = T.if_then_else(g[0] > limit, limit, g[0])
+            u[0] = x[row * stride + width + channel]
+            u[0] = T.if_then_else(u[0] > limit, limit, u[0])
+            u[0] = T.if_then_else(u[0] < T.float32(0) - limit, T.float32(0) - limit, u[0])
+            out[row * width + channel] = g[0] / (T.float32(1) + T.exp(T.float32(0) - alpha * g[0])) * (u[0] + T.float32(1))
+
+    return activate_clamped_
+
+
 functions = {
     "silu": lambda x: x / (T.float32(1) + T.exp(T.float32(0) - x)),
     "gelu": lambda x: x * T.float32(0.5) * (T.float32(1) + T.erf(x * T.float32(0.7071067811865476))),

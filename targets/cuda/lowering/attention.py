@@ -106,8 +106,6 @@ def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
 
 
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
-    if op.sinks is not None:
-        refuse("attention with sinks")
     kind = "causal" if op.span < 0 else f"span {op.span}"
     stride = -(-op.head_dim // 32) * 32 + 32
     arguments = AttendArguments(
@@ -119,6 +117,8 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
         out=lowering.buffer(op.out),
         heads=op.heads,
         window=op.window if op.span < 0 else 0,
+        has_sinks=int(op.sinks is not None),
+        sinks=lowering.storage.floats(op.sinks) if op.sinks else 0,
         scale=op.scale,
         sums=lowering.storage.named(("sums", op.heads, op.head_dim), SIDE_BY_SIDE * op.heads * stride * 4),
         arrived=lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),

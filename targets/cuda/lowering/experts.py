@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from edgeq.targets.cuda.arguments.experts import GatedAddArguments, GatherAddArguments, RouteArguments, ScatterArguments
 from edgeq.targets.cuda.arguments.rows import NOTHING_SELECTED, ActivateArguments, SelectArguments, SelectedArguments
-from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering, Output, Routed, refuse
+from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering, Output, Routed
+from edgeq.targets.cuda.lowering.layers import activation
 from edgeq.targets.cuda.lowering.linear import layer_launches
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.targets.graph import Experts, GatedAdd, Linear, Route
+from edgeq.targets.graph import Activate, Experts, GatedAdd, Linear, Route
 
 
 def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
@@ -26,10 +27,6 @@ def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
 
 
 def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
-    if op.clamp is not None:
-        refuse("experts with a clamped SwiGLU")
-    if op.function != "silu":
-        refuse(f"experts with {op.function}")
     rows, named = lowering.rows(lowering.stage), lowering.storage.named
     width, result = lowering.graph.buffers[op.x], op.downs[0].rows
     here = ("experts", lowering.stage)
@@ -41,6 +38,7 @@ def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
     taken, gate_up, inner = memory("taken", width), memory("gate_up", 2 * op.width), memory("inner", op.width)
     out, results = memory("out", result), memory("results", op.chosen * result)
     which, places = memory("rows", 1), memory("places", 1)
+    activate = Activate(op.layer, op.x, op.width, op.out, op.function, clamp=op.clamp)
     launches = []
     for e, (projection, down) in enumerate(zip(op.projections, op.downs, strict=True)):
         rows_of_expert = SelectedArguments(x=lowering.buffer(op.x), out=taken, width=width)
@@ -54,7 +52,7 @@ def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
             steps += layer_launches(lowering, part, layer, source, to, lowering.mode_of(op))
             offset += layer.rows
         act = ActivateArguments(x=gate_up, out=inner, stride=2 * op.width, width=op.width)
-        steps.append(Launch(op, lowering.stage, Variant("activate", ("silu", True)), act))
+        steps.append(activation(lowering, activate, act))
         part = Linear(op.layer, op.x, down, op.out)
         source = Input(inner, op.width, ("inner", op, e))
         steps += layer_launches(lowering, part, down, source, Output(out, result, False), lowering.mode_of(op))

@@ -115,7 +115,7 @@ def activated(lowering: Lowering, at: int) -> tuple[list[Launch], int]:
     op, act = operations[at], operations[at + 1] if at + 1 < len(operations) else None
     assert isinstance(op, Linear)
     norm = lowering.norms.get(op.x)
-    if not isinstance(act, Activate) or act.x != op.out or op.add or act.out in (op.x, norm.x if norm else ""):
+    if not isinstance(act, Activate) or act.clamp or act.x != op.out or op.add or act.out in (op.x, norm.x if norm else ""):
         return [], 0
     if op.offset or op.linear.rows != act.width * (2 if act.gated else 1) or (act.gated and act.width % ROWS):
         return [], 0

@@ -8,6 +8,7 @@ from edgeq.format.records import ArrayRef
 from edgeq.targets.cuda.arguments.rows import (
     NOTHING_SELECTED,
     ActivateArguments,
+    ActivateClampedArguments,
     InjectArguments,
     LayerNormArguments,
     RmsNormArguments,
@@ -109,7 +110,16 @@ def activate(lowering: Lowering, op: Activate) -> Sequence[Lowered]:
         stride=lowering.graph.buffers[op.x],
         width=op.width,
     )
-    return [Launch(op, lowering.stage, Variant("activate", (op.function, op.gated)), arguments)]
+    return [activation(lowering, op, arguments)]
+
+
+def activation(lowering: Lowering, op: Activate, arguments: ActivateArguments) -> Launch:
+    """The launch of an activation, whose own buffers are not looked at."""
+    if op.clamp is None:
+        return Launch(op, lowering.stage, Variant("activate", (op.function, op.gated)), arguments)
+    alpha, limit = op.clamp
+    clamped = ActivateClampedArguments(**arguments.by_name, alpha=alpha, limit=limit)
+    return Launch(op, lowering.stage, Variant("activate_clamped"), clamped)
 
 
 def select(lowering: Lowering, op: Select) -> Sequence[Lowered]:

@@ -13,10 +13,12 @@ from edgeq.converters.convert import convert
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.format.container import ModelFile
 from edgeq.format.records import KvCodec, Mode
+from edgeq.runtime import Model, Sampling
 from edgeq.runtime.network.decoder import decoder
-from edgeq.targets import load
+from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.target import Options
+from tests.converters.importers.test_mxfp4_folders import published
 from tests.cuda.comparing import read
 from tests.cuda.emulated import EmulatedDevice
 from tests.embedding_checkpoints import embedding_checkpoint
@@ -26,7 +28,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures(
 FAMILIES = (
     "llama3_rope", "mistral", "qwen2", "qwen3", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe",
     "qwen3_moe", "olmo2", "olmo3", "exaone4", "granite", "glm4", "ernie4_5", "cohere2", "hunyuan",
-    "stablelm_parallel", "starcoder2", "gpt2", "bigcode", "neox", "lfm2",
+    "stablelm_parallel", "starcoder2", "gpt2", "bigcode", "neox", "lfm2", "gpt_oss",
 )  # fmt: skip
 LENGTH = 70
 MAX_ERROR = 1e-2
@@ -49,6 +51,35 @@ def test_a_model_of_every_family(family: str, model_path: Callable[..., Path]) -
     assert error <= MAX_ERROR
     for cuts in ((1, 17, 52), *([(1,) * LENGTH] if file.metadata.config.state_layers else [])):
         assert np.array_equal(logits(CudaTarget(EmulatedDevice()), file, LENGTH, "a16", f16, cuts), found)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cuda target of a model that is loaded runs on the emulated device."""
+    monkeypatch.setattr(
+        "edgeq.runtime.model.pick",
+        lambda name, file: TargetChoice(CudaTarget(EmulatedDevice()) if name == "cuda" else load(name), []),
+    )
+
+
+def greedy(path: Path, target: str) -> list[int]:
+    """A prompt of more rows than fused launches take, longer than the windows, then token by token."""
+    with Model.load(path, target=target, mode="a16", kv="f16", context=192) as model:
+        prompt = "import os\n\n\ndef read_file(path):\n    with open(path) as file:\n        return file.read()\n"
+        assert len(model.text.encode(prompt)) > 24
+        generation = model.generate(prompt, max_tokens=24, sampling=Sampling(temperature=0), ignore_eos=True)
+        assert generation.text()
+        return generation.tokens
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_text_of_experts_in_mxfp4_as_they_are_published(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    stored, _ = published(checkpoint("gpt_oss", dtype="float32", initializer_range=0.05), tmp_path)
+    path = tmp_path / "kept.edgeq"
+    file = convert(str(stored), path, ConvertOptions(), lambda *_: None)
+    assert "n4 g32" in {weight.codec.name for each in file.metadata.linears.values() for weight in each.weights}
+    found = greedy(path, "cuda")
+    assert found == greedy(path, "reference") and len(set(found)) > 1
 
 
 def test_the_states_of_a_model_that_embeds_texts(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.family_operations import ValueNorm
-from edgeq.targets.graph import Attention, Embed, Experts, Graph, Linear, Select
+from edgeq.targets.graph import Attention, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options, Program
 from tests.cuda.comparing import kl
@@ -259,10 +259,6 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     graph = product(arrays, rng.standard_normal((3, 64)).astype(np.float32), weight(arrays, rng, Codec("int", 4, 32), 16, 64))
     attention = Attention(0, "x", 0, "y", 1, 1, 18, 1.0, 0, 0)
     refused(device, replace(graph, operations=(attention,)), arrays, match="heads of 18 .*--target cpu")
-    sinks = replace(attention, head_dim=16, sinks=arrays.add(np.zeros(1, np.float32), "f32"))
-    refused(device, replace(graph, operations=(sinks,)), arrays, match="attention with sinks .*--target cpu")
-    clamped = Experts(0, "x", "y", 1, (), (), 16, "y", clamp=(1.7, 7.0))
-    refused(device, replace(graph, operations=(clamped,)), arrays, match="experts with a clamped SwiGLU .*--target cpu")
     values = ValueNorm(0, "x", 0, 16, 1, 16, 1e-5)
     refused(device, replace(graph, operations=(values,)), arrays, match="the operation ValueNorm .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))

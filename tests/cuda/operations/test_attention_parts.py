@@ -27,13 +27,14 @@ LENGTHS = (3, PART, PART + 1, 2 * PART + 70, 3 * PART - 1)
 
 
 def graph_of(arrays: Arrays, window: int) -> Graph:
-    """Six query heads, three for each of two key/value heads, of 128 random tokens."""
+    """Six query heads, three for each of two key/value heads, of 128 random tokens; with sinks where there is a window."""
     q, k = HEADS * HEAD, KV_HEADS * HEAD
     table = np.random.default_rng(0).standard_normal((128, q + 2 * k)).astype(np.float32)
+    sinks = arrays.add(np.array([-np.inf, 9, 4, 5, 6, 7], np.float32), "f32") if window else None
     operations = (
         Embed(-1, arrays.add(table, "f32"), "x"),
         CacheWrite(0, "x", q, q + k, KV_HEADS, HEAD, 0),
-        Attention(0, "x", 0, "a", HEADS, KV_HEADS, HEAD, 0.7, window, 0),
+        Attention(0, "x", 0, "a", HEADS, KV_HEADS, HEAD, 0.7, window, 0, sinks=sinks),
         Select(-1, ("a",)),
         Linear(-1, "a", identity(arrays, q), "y"),
     )

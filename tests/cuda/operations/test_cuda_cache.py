@@ -41,6 +41,30 @@ def test_attention_equals_the_reference_however_it_is_cut(
     assert graph.page_bytes(kv) == len(program.save_page(program.new_page()))
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_sink_takes_its_share_and_gives_nothing(window: int) -> None:
+    """Sinks that take nothing, almost all, all, and what the scores leave."""
+    shape, arrays, positions = Heads(8, 2, 64, window, (-np.inf, 20.0, 0.5, -3.0, 3.0, -1e38, 1e30, 100.0)), Arrays(), 90
+    graph = shape.graph(arrays, shape.numbers(positions))
+    oracle, y = both(graph, arrays, positions)
+    assert np.isfinite(y).all() and np.abs(y - oracle).max() < TOLERANCE * np.abs(oracle).max()
+    heads = np.abs(y.reshape(positions, 8, 64)).max(axis=(0, 2))
+    assert heads[0] > 1 and heads[1] < 0.1 and heads[6] == 0
+    program = program_of(graph, arrays, positions, order=SHUFFLED)
+    assert np.array_equal(read(program, positions, [5, 1, 3, positions - 10, 1]), y), "chunks must not change a bit"
+
+
+@pytest.mark.parametrize("sink", [0.0, -np.inf])
+def test_scores_that_are_all_masked_leave_nothing_beside_a_sink(sink: float) -> None:
+    """And NaN beside none, as one that is masked itself is."""
+    shape, arrays = Heads(2, 1, 32, sinks=(sink, sink)), Arrays()
+    x = np.abs(shape.numbers(3))
+    x[1, : shape.widths[0]] = -1e32
+    oracle, y = both(shape.graph(arrays, x), arrays, 3)
+    for found in (oracle, y):
+        assert np.isfinite(found[[0, 2]]).all() and (np.isnan(found[1]).all() if sink else not found[1].any())
+
+
 @pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
 def test_layers_of_other_shapes_lie_in_pages_together(kv: KvCodec) -> None:
     arrays, chunks = Arrays(), [80, 1, 60, 40, 19]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edgeq.format.codec import Codec, pack_floats
-from edgeq.targets.graph import CacheSpec, Graph, Linear, Select
+from edgeq.format.records import LinearSpec
+from edgeq.targets.graph import CacheSpec, Experts, Function, Graph, Linear, Select
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import SHUFFLED
 from tests.targets.cases import Arrays
@@ -58,6 +59,28 @@ def test_routing(experts: int) -> None:
     arrays.array(table.table)[4, 1] = np.nan  # type: ignore[attr-defined]
     _, y = both(shown, arrays, 6)
     assert np.isnan(y[4]).any() and np.isfinite(np.delete(y, 4, 0)).all()
+
+
+@pytest.mark.parametrize(("function", "clamp"), [("gelu_pytorch_tanh", None), ("silu", (1.3, 0.4))], ids=["gelu", "clamped"])
+def test_experts_with_biases_another_function_and_limits(function: Function, clamp: tuple[float, float] | None) -> None:
+    arrays, x, rng = Arrays(), inputs(9), np.random.default_rng(2)
+    graph = graph_of(arrays, Codec("table", 4, 32), x, 4, 2)
+    experts = graph.operations[4]
+    assert isinstance(experts, Experts)
+
+    def biased(linear: LinearSpec) -> LinearSpec:
+        return replace(linear, bias=arrays.add(rng.standard_normal(linear.rows).astype(np.float32), "f32"))
+
+    other = replace(
+        experts,
+        projections=tuple(tuple(map(biased, each)) for each in experts.projections),
+        downs=tuple(map(biased, experts.downs)),
+        function=function,
+        clamp=clamp,
+    )
+    plain, _ = both(graph, arrays, 9)
+    oracle, y = both(replace(graph, operations=(*graph.operations[:4], other, *graph.operations[5:])), arrays, 9)
+    assert np.abs(y - oracle).max() < 1e-3 < np.abs(plain - oracle).max()
 
 
 def test_an_expert_that_no_row_chose_is_not_read() -> None:

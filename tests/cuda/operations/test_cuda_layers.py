@@ -110,6 +110,18 @@ def test_activations_over_the_whole_range_of_floats(arrays: Arrays, function: Fu
     assert (np.abs(y - oracle) <= 4e-6 * np.maximum(np.abs(oracle), 1)).all()
 
 
+@pytest.mark.parametrize("width", [16, 300])
+def test_a_clamped_swiglu(arrays: Arrays, width: int) -> None:
+    """Gates are limited above, the other factor on both sides; NaN stays in its row."""
+    x = np.random.default_rng(width).standard_normal((5, 2 * width)).astype(np.float32) * 3
+    x[0, [0, 1, 2]], x[1, [width, width + 1, width + 2]] = (-1e30, 1e30, 2.0), (-1e30, 1e30, -2.0)
+    x[2, 3], x[3, width + 3] = np.nan, np.nan
+    oracle, y = result(arrays, x, Activate(0, "x", width, "s", clamp=(1.3, 2.0)), out="s", width=width)
+    sound = [0, 1, 4]
+    assert np.isfinite(y[sound]).all() and np.isnan(y[[2, 3]]).any(axis=1).all()
+    assert np.abs(y[sound] - oracle[sound]).max() < 4e-6 * 2 * 3
+
+
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_scale_and_learned_positions(arrays: Arrays, x: np.ndarray, dtype: str) -> None:
     values = np.random.default_rng(4).standard_normal((9, WIDTH))
