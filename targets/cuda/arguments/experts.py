@@ -26,6 +26,15 @@ class RouteArguments(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShareScaleArguments(Arguments):
+    """routing   of which the shares change;  scales: f32 [experts]"""
+
+    routing: Address
+    scales: Address
+    chosen: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScatterArguments(Arguments):
     """x        f32 [tokens][width];  out: f32 [any][width]
     places   i32 [tokens], rows of `out`

@@ -23,6 +23,19 @@ class HeadNormArguments(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueNormArguments(Arguments):
+    """first, to   numbers of a row before the heads, and before what is made of them"""
+
+    x: Address
+    width: Int32
+    first: Int32
+    to: Int32
+    heads: Int32
+    head_dim: Int32
+    eps: Float32
+
+
+@dataclass(frozen=True, kw_only=True)
 class RotaryArguments(Arguments, run=()):
     """cos, sin   f32 [tokens][pairs], of the angles of rotary positions; 0 pairs: there are none"""
 

@@ -87,12 +87,46 @@ class ActivateClampedArguments(ActivateArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleArguments(Arguments):
-    """x, out   f32 [tokens][width]"""
+    """x, out   f32 [tokens][width]
+    add      1: the result is added to `out`
+    """
 
     x: Address
     out: Address
     width: Int32
+    add: Int32
     factor: Float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayScaleArguments(Arguments):
+    """x   f32 [tokens][width], in place;  factor: f32 [1]"""
+
+    x: Address
+    factor: Address
+    width: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftCapArguments(Arguments):
+    """x   f32 [tokens][width], in place"""
+
+    x: Address
+    width: Int32
+    cap: Float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateArguments(Arguments):
+    """x      f32 [tokens][stride], of which the first `width` numbers change
+    gate   f32 [tokens][gate_stride], of which `width` numbers from the address on are read
+    """
+
+    x: Address
+    gate: Address
+    stride: Int32
+    gate_stride: Int32
+    width: Int32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,13 @@ generates nothing.  A vector load wants its multiple visible where it is: `buffe
 from edgeq.targets.cuda.kernels.attention import attend
 from edgeq.targets.cuda.kernels.cache import cache_write, cache_write_int4, cache_write_int8
 from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, scatter
+from edgeq.targets.cuda.kernels.factors import array_scale, gate, share_scale, soft_cap
 from edgeq.targets.cuda.kernels.floats import embed_float, float_product
 from edgeq.targets.cuda.kernels.fused import fused_activate, fused_heads, fused_rows
 from edgeq.targets.cuda.kernels.heads import head_rotate, rope
 from edgeq.targets.cuda.kernels.largest import largest
 from edgeq.targets.cuda.kernels.low_rank import low_rank, low_rank_add
-from edgeq.targets.cuda.kernels.norms import head_norm, layer_norm, rms_norm
+from edgeq.targets.cuda.kernels.norms import head_norm, layer_norm, rms_norm, value_norm
 from edgeq.targets.cuda.kernels.product import matmul, matvec
 from edgeq.targets.cuda.kernels.quantize_input import quantize_input, quantize_input_static, quantize_input_token
 from edgeq.targets.cuda.kernels.read import read_memory
@@ -26,9 +27,10 @@ FUNCTIONS = {
     for function in (
         matvec, matmul, fused_rows, fused_activate, fused_heads, quantize_input, quantize_input_token,
         quantize_input_static, float_product, embed, embed_float,
-        rms_norm, layer_norm, head_norm, activate, activate_clamped, scale, inject, select, rope, head_rotate, cache_write,
-        cache_write_int8, cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, scatter,
-        gather_add, gated_add, largest, low_rank, low_rank_add, read_memory, short_conv,
+        rms_norm, layer_norm, head_norm, value_norm, activate, activate_clamped, scale, array_scale, soft_cap, gate, inject,
+        select, rope, head_rotate, cache_write, cache_write_int8, cache_write_int4, attend, arrange, butterflies, split_row,
+        add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, low_rank, low_rank_add,
+        read_memory, short_conv,
     )
 }  # fmt: skip
 RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4, "short_conv": 8}

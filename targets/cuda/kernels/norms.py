@@ -121,6 +121,39 @@ def layer_norm():
     return layer_norm_
 
 
+def value_norm():
+    """Every head of x[:, first:] divided by the root of its mean square, to x[:, to:], which may be the same; a warp has one
+    head."""
+    WARPS = THREADS // 32
+
+    @T.prim_func
+    def value_norm_(x_: T.handle, tokens: T.int32, width: T.int32, first: T.int32, to: T.int32, heads: T.int32,
+                    head_dim: T.int32, eps: T.float32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        nx = T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(heads, WARPS), tokens])
+        warp = T.warp_id([WARPS])
+        lane = T.lane_id([32])
+        head: T.let = part * WARPS + warp
+        total = T.alloc_local((1,), "float32")
+        factor = T.alloc_local((1,), "float32")
+        if head < heads:
+            at: T.let = row * width + head * head_dim
+            total[0] = T.float32(0)
+            for i in T.serial(T.ceildiv(head_dim, 32)):
+                if i * 32 + lane < head_dim:
+                    add_square(total, x[at + first + i * 32 + lane])
+            add_over_warp(total)
+            inverse_root(factor, total, head_dim, eps)
+            for i in T.serial(T.ceildiv(head_dim, 32)):
+                if i * 32 + lane < head_dim:
+                    x[at + to + i * 32 + lane] = x[at + first + i * 32 + lane] * factor[0]
+
+    return value_norm_
+
+
 @T.inline
 def norm_head(x, at, gain, head_dim, eps, lane):
     """By one warp: x[at : at + head_dim] divided by the root of its mean square, times gain [head_dim]."""

@@ -141,10 +141,10 @@ functions = {
 
 
 def scale():
-    """out = x * factor, rows of `width` channels."""
+    """out = x * factor, or with `add` added to what is there; rows of `width` channels."""
 
     @T.prim_func
-    def scale_(x_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32, factor: T.float32):
+    def scale_(x_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32, add: T.int32, factor: T.float32):
         T.func_attr({"tirx.noalias": True})
         nx, no = T.int32(), T.int32()
         x = T.match_buffer(x_, (nx,), "float32")
@@ -154,8 +154,12 @@ def scale():
         warp = T.warp_id([THREADS // 32])
         lane = T.lane_id([32])
         channel: T.let = part * THREADS + warp * 32 + lane
+        value = T.alloc_local((1,), "float32")
         if channel < width:
-            out[row * width + channel] = x[row * width + channel] * factor
+            value[0] = x[row * width + channel] * factor
+            if add != 0:
+                value[0] = out[row * width + channel] + value[0]
+            out[row * width + channel] = value[0]
 
     return scale_
 

@@ -8,7 +8,16 @@ from typing import Any
 from edgeq.targets.cuda.lowering import attention, experts, fused, layers, linear, states
 from edgeq.targets.cuda.lowering.context import Lowered, Lowering, refuse
 from edgeq.targets.cuda.run.storage import Storage
-from edgeq.targets.family_operations import ShortConv, SiluConv
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    Gate,
+    ScaleAdd,
+    ShareScale,
+    ShortConv,
+    SiluConv,
+    SoftCap,
+    ValueNorm,
+)
 from edgeq.targets.graph import (
     Activate,
     Attention,
@@ -101,4 +110,10 @@ _LOWER: dict[type[Operation], Callable[[Lowering, Any], Sequence[Lowered]]] = {
     GatedAdd: experts.gated_add,
     ShortConv: states.short_conv,
     SiluConv: states.short_conv,
+    ShareScale: experts.share_scale,
+    ValueNorm: attention.value_norm,
+    ScaleAdd: layers.scale,
+    ArrayScale: layers.array_scale,
+    SoftCap: layers.soft_cap,
+    Gate: layers.gate,
 }

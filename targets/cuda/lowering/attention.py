@@ -12,13 +12,15 @@ from edgeq.targets.cuda.arguments.heads import (
     HeadRotateArguments,
     RopeArguments,
     RotaryArguments,
+    ValueNormArguments,
 )
 from edgeq.targets.cuda.lowering.cache import kind_of
 from edgeq.targets.cuda.lowering.context import Angles, Launch, Lowering, refuse
 from edgeq.targets.cuda.supply.pack import Variant
+from edgeq.targets.family_operations import ValueNorm
 from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
 
-MAX_HEAD = 256
+MAX_HEAD = 512
 PART = 512
 """Positions of a part of the context, whose sums are made by themselves."""
 FEW_TOKENS = 64
@@ -37,6 +39,19 @@ def head_norm(lowering: Lowering, op: HeadNorm) -> Sequence[Launch]:
         eps=op.eps,
     )
     return [Launch(op, lowering.stage, Variant("head_norm"), arguments)]
+
+
+def value_norm(lowering: Lowering, op: ValueNorm) -> Sequence[Launch]:
+    arguments = ValueNormArguments(
+        x=lowering.buffer(op.x),
+        width=lowering.graph.buffers[op.x],
+        first=op.offset,
+        to=op.out,
+        heads=op.heads,
+        head_dim=op.head_dim,
+        eps=op.eps,
+    )
+    return [Launch(op, lowering.stage, Variant("value_norm"), arguments)]
 
 
 def rope_rotate(lowering: Lowering, op: RopeRotate) -> Sequence[Launch]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import UnsupportedError
-from edgeq.format.records import ArrayRef, LinearSpec, Mode
+from edgeq.format.records import ArrayRef, LinearSpec, Mode, Weight
 from edgeq.targets.cuda.arguments import RECORDS
 from edgeq.targets.cuda.arguments.record import Arguments
 from edgeq.targets.cuda.run.storage import Storage
@@ -122,7 +122,7 @@ class Gather:
     """Rows of a table that stays in the file, by token, written to a buffer by the host."""
 
     operation: Embed
-    table: ArrayRef
+    table: ArrayRef | Weight
     address: int
     stage: int = 0
     variants: tuple[Variant, ...] = ()

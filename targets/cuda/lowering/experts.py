@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgeq.targets.cuda.arguments.experts import GatedAddArguments, GatherAddArguments, RouteArguments, ScatterArguments
+from edgeq.targets.cuda.arguments.experts import (
+    GatedAddArguments,
+    GatherAddArguments,
+    RouteArguments,
+    ScatterArguments,
+    ShareScaleArguments,
+)
 from edgeq.targets.cuda.arguments.rows import NOTHING_SELECTED, ActivateArguments, SelectArguments, SelectedArguments
 from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering, Output, Routed
 from edgeq.targets.cuda.lowering.layers import activation
 from edgeq.targets.cuda.lowering.linear import layer_launches
 from edgeq.targets.cuda.supply.pack import Variant
+from edgeq.targets.family_operations import ShareScale
 from edgeq.targets.graph import Activate, Experts, GatedAdd, Linear, Route
 
 
@@ -24,6 +31,13 @@ def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
         normalized=int(op.normalized),
     )
     return [Launch(op, lowering.stage, Variant("route"), arguments)]
+
+
+def share_scale(lowering: Lowering, op: ShareScale) -> Sequence[Lowered]:
+    arguments = ShareScaleArguments(
+        routing=lowering.buffer(op.routing), scales=lowering.storage.floats(op.scales), chosen=op.chosen
+    )
+    return [Launch(op, lowering.stage, Variant("share_scale"), arguments)]
 
 
 def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:

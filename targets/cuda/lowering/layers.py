@@ -9,16 +9,20 @@ from edgeq.targets.cuda.arguments.rows import (
     NOTHING_SELECTED,
     ActivateArguments,
     ActivateClampedArguments,
+    ArrayScaleArguments,
+    GateArguments,
     InjectArguments,
     LayerNormArguments,
     RmsNormArguments,
     ScaleArguments,
     SelectArguments,
     SelectedArguments,
+    SoftCapArguments,
 )
 from edgeq.targets.cuda.lowering.context import Gather, Launch, Lowered, Lowering, refuse
 from edgeq.targets.cuda.lowering.linear import launches_of
 from edgeq.targets.cuda.supply.pack import Variant
+from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -33,11 +37,14 @@ from edgeq.targets.graph import (
 
 
 def embed(lowering: Lowering, op: Embed) -> Sequence[Lowered]:
+    """A table beside that of the residual stream has rows of all layers: it is larger than the model, and stays in the file."""
     if isinstance(op.table, ArrayRef):
         return [Gather(op, op.table, lowering.buffer(op.out))]
     weight = op.table.weights[0]
     if len(op.table.weights) > 1:
         refuse(f"an embedding of two weight blocks ({op.table.name})")
+    if op is not next(each for each in lowering.graph.operations if isinstance(each, Embed)):
+        return [Gather(op, weight, lowering.buffer(op.out))]
     return [launches_of(weight.codec).rows(lowering, op, weight)]
 
 
@@ -65,14 +72,38 @@ def layer_norm(lowering: Lowering, op: LayerNorm) -> Sequence[Lowered]:
     return [Launch(op, lowering.stage, Variant("layer_norm"), arguments)]
 
 
-def scale(lowering: Lowering, op: Scale) -> Sequence[Lowered]:
+def scale(lowering: Lowering, op: Scale | ScaleAdd) -> Sequence[Lowered]:
     arguments = ScaleArguments(
         x=lowering.buffer(op.x),
         out=lowering.buffer(op.out),
         width=lowering.graph.buffers[op.x],
+        add=int(isinstance(op, ScaleAdd)),
         factor=op.factor,
     )
     return [Launch(op, lowering.stage, Variant("scale"), arguments)]
+
+
+def array_scale(lowering: Lowering, op: ArrayScale) -> Sequence[Lowered]:
+    arguments = ArrayScaleArguments(
+        x=lowering.buffer(op.x), factor=lowering.storage.floats(op.factor), width=lowering.graph.buffers[op.x]
+    )
+    return [Launch(op, lowering.stage, Variant("array_scale"), arguments)]
+
+
+def soft_cap(lowering: Lowering, op: SoftCap) -> Sequence[Lowered]:
+    arguments = SoftCapArguments(x=lowering.buffer(op.x), width=lowering.graph.buffers[op.x], cap=op.cap)
+    return [Launch(op, lowering.stage, Variant("soft_cap"), arguments)]
+
+
+def gate(lowering: Lowering, op: Gate) -> Sequence[Lowered]:
+    arguments = GateArguments(
+        x=lowering.buffer(op.x),
+        gate=lowering.buffer(op.gate) + 4 * op.offset,
+        stride=lowering.graph.buffers[op.x],
+        gate_stride=lowering.graph.buffers[op.gate],
+        width=op.width,
+    )
+    return [Launch(op, lowering.stage, Variant("gate", (op.function or "none",)), arguments)]
 
 
 def position_add(lowering: Lowering, op: PositionAdd) -> Sequence[Lowered]:

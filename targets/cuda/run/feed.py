@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.format.codec import as_float32
+from edgeq.format.codec_rows import dequantize_rows
 from edgeq.format.container import ModelFile
-from edgeq.format.records import KvCodec
+from edgeq.format.records import ArrayRef, KvCodec, Weight
 from edgeq.targets.cuda.lowering.cache import cache_kinds
 from edgeq.targets.cuda.lowering.context import Gather, Lowering
 from edgeq.targets.cuda.run.states import sent_of_states
@@ -58,9 +59,15 @@ class Feed:
             sent["wanted"] = np.asarray(rows.wanted, np.int32)
         for each in lowering.by_operation:
             if isinstance(each, Gather):
-                table = self._file.array(each.table)[rows.tokens.astype(np.int64)]
-                sent[each] = np.ascontiguousarray(as_float32(table, each.table.dtype))
+                sent[each] = self._table_rows(each.table, rows.tokens.astype(np.int64))
         return sent
+
+    def _table_rows(self, table: ArrayRef | Weight, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Rows of a table in the file, float32 [tokens, width]."""
+        if isinstance(table, ArrayRef):
+            return np.ascontiguousarray(as_float32(self._file.array(table)[tokens], table.dtype))
+        arrays = {name: self._file.array(ref) for name, ref in table.arrays.items()}
+        return dequantize_rows(table.codec, table.columns, tokens, arrays)
 
     def _page_tables(self, rows: Rows, count: int) -> Sent:
         """Where the layers of each kind begin in the pages of all sessions, one session after another."""

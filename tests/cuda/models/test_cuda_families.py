@@ -29,6 +29,7 @@ FAMILIES = (
     "llama3_rope", "mistral", "qwen2", "qwen3", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "mixtral", "qwen2_moe",
     "qwen3_moe", "olmo2", "olmo3", "exaone4", "granite", "glm4", "ernie4_5", "cohere2", "hunyuan",
     "stablelm_parallel", "starcoder2", "gpt2", "bigcode", "neox", "lfm2", "gpt_oss",
+    "gemma4", "gemma4_keys", "gemma4_moe",
 )  # fmt: skip
 LENGTH = 70
 MAX_ERROR = 1e-2
@@ -70,6 +71,14 @@ def greedy(path: Path, target: str) -> list[int]:
         generation = model.generate(prompt, max_tokens=24, sampling=Sampling(temperature=0), ignore_eos=True)
         assert generation.text()
         return generation.tokens
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
+def test_a_text_is_that_of_the_reference(family: str, model_path: Callable[..., Path]) -> None:
+    path = model_path(family, {"initializer_range": 0.05}, method="rtn", bits=4, group_size=32)
+    found = greedy(path, "cuda")
+    assert found == greedy(path, "reference") and len(set(found)) > 1
 
 
 @pytest.mark.usefixtures("emulated")

@@ -12,7 +12,7 @@ import pytest
 from edgeq.errors import DeviceError, UnsupportedError
 from edgeq.format.codec import ArraySpec, Codec
 from edgeq.format.container import ModelFile
-from edgeq.format.records import ArrayRef, Mode
+from edgeq.format.records import ArrayRef, LinearSpec, Mode
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.answers.tokenizer import Tokenizer
 from edgeq.runtime.network.decoder import decoder
@@ -21,13 +21,14 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
-from edgeq.targets.family_operations import ValueNorm
-from edgeq.targets.graph import Attention, Embed, Graph, Linear, Select
+from edgeq.targets.family_operations import Gate, SsdScan
+from edgeq.targets.graph import Attention, CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options, Program
 from tests.cuda.comparing import kl
 from tests.cuda.emulated import BACKWARD, SHUFFLED, EmulatedDevice
 from tests.targets.cases import Arrays, product, recording, weight
+from tests.targets.test_cpu_kernels import identity
 
 # `make test` has the products that a model needs, `make test-cuda` whole models too: their kernels take a minute to compile.
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -259,8 +260,8 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     graph = product(arrays, rng.standard_normal((3, 64)).astype(np.float32), weight(arrays, rng, Codec("int", 4, 32), 16, 64))
     attention = Attention(0, "x", 0, "y", 1, 1, 18, 1.0, 0, 0)
     refused(device, replace(graph, operations=(attention,)), arrays, match="heads of 18 .*--target cpu")
-    values = ValueNorm(0, "x", 0, 16, 1, 16, 1e-5)
-    refused(device, replace(graph, operations=(values,)), arrays, match="the operation ValueNorm .*--target cpu")
+    scan = SsdScan(0, "x", "x", 1, 16, 1, 16, *[arrays.add(np.zeros(1, np.float32), "f32")] * 3, (0.0, 1.0), "y", 0)
+    refused(device, replace(graph, operations=(scan,)), arrays, match="the operation SsdScan .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
     refused(device, replace(graph, operations=again), arrays, match="second choice")
     for options, match in (({"threads": 2}, "threads"), ({"isa": "sm_75"}, "isa")):
@@ -305,6 +306,27 @@ def test_a_table_in_the_file_and_a_bias(device: EmulatedDevice, columns: int) ->
         results.append(Reader(program).read(np.arange(30)))
     assert np.abs(results[0] - results[1])[:, 6:].max() <= 2e-6 * np.abs(results[1]).max()
     assert not results[0][:, :6].any()
+
+
+def test_a_table_beside_that_of_the_stream_stays_in_the_file(device: EmulatedDevice) -> None:
+    """Its rows are brought to every run, recorded or not; a table alone is looked up on the device."""
+    arrays, rng = Arrays(), np.random.default_rng(0)
+    codec = Codec("int", 4, 32, False)
+    stream, beside = (LinearSpec(f"table {width}", (weight(arrays, rng, codec, 3000, width),)) for width in (64, 640))
+    operations = (
+        Embed(-1, stream, "x"),
+        Embed(-1, beside, "rows"),
+        Gate(-1, "x", "rows", 64, 64, None),
+        Select(-1, ("x",)),
+        Linear(-1, "x", identity(arrays, 64), "y"),
+    )
+    graph = Graph({"x": 64, "rows": 640, "y": 64}, operations, "y", (CacheSpec(1, 4, 4),))
+    options = Options("a16", max_rows=20, max_logits=20)
+    programs = [t.compile(graph, arrays, options) for t in (CudaTarget(device), load("reference"))]  # type: ignore[arg-type]
+    for tokens in (np.arange(20) * 149, np.array([2999]), np.array([17, 16, 15])):
+        found, wanted = (Reader(program).read(tokens) for program in programs)
+        assert np.array_equal(found, wanted) and found.any()
+    assert isinstance(programs[0], CudaProgram) and programs[0]._storage.nbytes < beside.nbytes
 
 
 def test_what_is_on_the_device_leaves_the_memory_of_the_host(

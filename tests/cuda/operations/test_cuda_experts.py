@@ -9,12 +9,13 @@ import pytest
 
 from edgeq.format.codec import Codec, pack_floats
 from edgeq.format.records import LinearSpec
+from edgeq.targets.family_operations import ShareScale
 from edgeq.targets.graph import CacheSpec, Experts, Function, Graph, Linear, Select
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import SHUFFLED
 from tests.targets.cases import Arrays
 from tests.targets.products.test_experts import CODECS, HIDDEN, INNER, graph_of, inputs, layer
-from tests.targets.test_cpu_kernels import identity
+from tests.targets.test_cpu_kernels import identity, shown
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -81,6 +82,16 @@ def test_experts_with_biases_another_function_and_limits(function: Function, cla
     plain, _ = both(graph, arrays, 9)
     oracle, y = both(replace(graph, operations=(*graph.operations[:4], other, *graph.operations[5:])), arrays, 9)
     assert np.abs(y - oracle).max() < 1e-3 < np.abs(plain - oracle).max()
+
+
+def test_shares_are_multiplied_by_numbers_of_their_experts() -> None:
+    """A row chooses some of more experts."""
+    rng, arrays, chosen = np.random.default_rng(0), Arrays(), 3
+    names = rng.permuted(np.tile(np.arange(7), (5, 1)), axis=1)[:, :chosen]
+    x = np.concatenate([rng.uniform(size=(5, chosen)), names], axis=1).astype(np.float32)
+    scales = arrays.add(rng.standard_normal(7).astype(np.float16), "f16")
+    oracle, y = both(shown(arrays, x, [ShareScale(0, "x", chosen, scales)], "x", {"x": 2 * chosen, "_dim": 2}), arrays, 5)
+    assert np.array_equal(y, oracle) and not np.array_equal(y, x)
 
 
 def test_an_expert_that_no_row_chose_is_not_read() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from edgeq.format.codec import Codec
 from edgeq.format.records import LinearSpec
+from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, SoftCap, ValueNorm
 from edgeq.targets.graph import (
     Activate,
     CacheSpec,
@@ -120,6 +121,42 @@ def test_a_clamped_swiglu(arrays: Arrays, width: int) -> None:
     sound = [0, 1, 4]
     assert np.isfinite(y[sound]).all() and np.isnan(y[[2, 3]]).any(axis=1).all()
     assert np.abs(y[sound] - oracle[sound]).max() < 4e-6 * 2 * 3
+
+
+@pytest.mark.parametrize("dim", [16, 18, 40, 512])
+@pytest.mark.parametrize("apart", [False, True], ids=["in-place", "beside"])
+def test_a_norm_of_values(arrays: Arrays, dim: int, apart: bool) -> None:
+    """Beside: what they are made of stays, as keys do."""
+    heads = 5
+    x = np.random.default_rng(dim).standard_normal((ROWS, 2 * heads * dim)).astype(np.float32) * 10
+    begin = heads * dim if apart else 0
+    oracle, y = result(arrays, x, ValueNorm(0, "x", 0, begin, heads, dim, 1e-2))
+    assert np.abs(y - oracle).max() < 1e-5
+    assert np.array_equal(y[:, : heads * dim], x[:, : heads * dim]) is apart
+    assert np.array_equal(y[:, heads * dim :], x[:, heads * dim :]) is not apart
+
+
+@pytest.mark.parametrize("width", [16, 300])
+def test_a_cap(arrays: Arrays, width: int) -> None:
+    x = np.random.default_rng(width).standard_normal((ROWS, width)).astype(np.float32) * 3
+    x[0, :6] = -1e30, 1e30, -1e4, 1e4, 1e-3, 0
+    oracle, y = result(arrays, x, SoftCap(0, "x", 4.0))
+    assert np.abs(y - oracle).max() < 2e-6
+    assert y[0, :4].tolist() == [-4, 4, -4, 4] and y[0, 5] == 0
+
+
+@pytest.mark.parametrize("width", [16, 300])
+@pytest.mark.parametrize("function", ["sigmoid", "silu", None])
+def test_factors_of_a_stream_sums_and_gates(arrays: Arrays, width: int, function: str | None) -> None:
+    x = np.random.default_rng(width).standard_normal((ROWS, width)).astype(np.float32)
+    operations = (
+        Scale(0, "x", 2.0, "y"),
+        ArrayScale(0, "x", stored(arrays, 1, 3, "f16")),
+        ScaleAdd(0, "y", -0.7, "x"),
+        Gate(0, "x", "y", 3, width - 3, function=function),  # type: ignore[arg-type]
+    )
+    oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "y": width, "_dim": 2}), arrays, ROWS)
+    assert np.abs(y - oracle).max() < 1e-6 * np.abs(oracle).max() and not np.array_equal(y, x)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])

@@ -36,6 +36,7 @@ LITERALS = {
     "embed": (4, True),
     "embed_float": ("f16",),
     "activate": ("silu", True),
+    "gate": ("none",),
     "largest": (True, SLICE),
     "head_rotate": (64,),
     "attend": (64, "int4", PART, True),
@@ -83,7 +84,7 @@ def test_a_kernel_with_another_parameter_is_not_generated(needs_generator: None,
     from edgeq.targets.cuda.kernels.generate import generate
 
     monkeypatch.setattr("edgeq.targets.cuda.kernels.generate.RECORDS", {**RECORDS, "scale": ActivateArguments})
-    with pytest.raises(TypeError, match="ActivateArguments does not have what scale takes: factor: float32"):
+    with pytest.raises(TypeError, match="ActivateArguments does not have what scale takes: add: int32, factor: float32"):
         generate(Variant("scale"))
 
 

@@ -22,18 +22,18 @@ from tests.cuda.compiling import compiles_for_every_gpu
 
 pytestmark = pytest.mark.cuda
 
-HEADS = (20, 32, 64, 72, 80, 96, 128, 256)
-ATTENDED = (20, 80, 100, 128, 256)
-"""Two of these have no whole words of 16 bytes, one an odd number of chunks; the last three take the most registers."""
+HEADS = (20, 32, 64, 72, 80, 96, 128, 256, 512)
+ATTENDED = (20, 80, 100, 128, 256, 512)
+"""Two of these have no whole words of 16 bytes, one an odd number of chunks; the last four take the most registers."""
 INPUTS = [Variant("quantize_input", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)]
 EMBEDS = [Variant("embed", (bits, zero)) for bits in BITS for zero in (False, True)]
 EMBEDS += [
     Variant("embed", each) for each in ((7, "half"), (2, "s4"), (1, "table"), (4, "table"), (2, "trellis"), (3, "trellis"))
 ]
 FUNCTIONS = (
-    "rms_norm", "layer_norm", "head_norm", "activate_clamped", "scale", "inject", "select", "rope", "cache_write",
-    "cache_write_int8", "cache_write_int4", "arrange", "butterflies", "split_row", "add_squares", "route", "scatter",
-    "gather_add", "gated_add", "low_rank_add", "read_memory",
+    "rms_norm", "layer_norm", "head_norm", "value_norm", "activate_clamped", "scale", "array_scale", "soft_cap", "inject",
+    "select", "rope", "cache_write", "cache_write_int8", "cache_write_int4", "share_scale", "arrange", "butterflies",
+    "split_row", "add_squares", "route", "scatter", "gather_add", "gated_add", "low_rank_add", "read_memory",
 )  # fmt: skip
 """Kernels without literals."""
 CODECS = [
@@ -65,6 +65,7 @@ OTHERS = [
     *(Variant("quantize_input_static", (group,)) for group in (16, 32, 64, 128)),
     *(Variant(name, (kind,)) for name in ("float_product", "embed_float", "low_rank") for kind in ("f16", "bf16", "f32")),
     *(Variant("activate", (function, gated)) for function in get_args(Function) for gated in (False, True)),
+    *(Variant("gate", (function,)) for function in ("sigmoid", "silu", "none")),
     *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
     *(Variant("requantize", (*MASTERS[-1], bits, zero)) for bits in BITS if bits != 4 for zero in (False, True)),
     *(Variant("largest", (first, SLICE)) for first in (True, False)),
