@@ -51,8 +51,6 @@ class CudaTarget:
             return None
         if file.metadata.config.delta_net or file.metadata.config.ssd:
             return f"{gpus.first.name}: it does not have gated delta nets and state spaces yet"
-        if file.metadata.config.bidirectional:
-            return f"{gpus.first.name}: it does not have text that is seen in both directions yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()
