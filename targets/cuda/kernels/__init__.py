@@ -10,6 +10,7 @@ from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, sca
 from edgeq.targets.cuda.kernels.factors import array_scale, gate, share_scale, soft_cap
 from edgeq.targets.cuda.kernels.floats import embed_float, float_product
 from edgeq.targets.cuda.kernels.fused import fused_activate, fused_heads, fused_rows
+from edgeq.targets.cuda.kernels.gates import gated_norm
 from edgeq.targets.cuda.kernels.heads import head_rotate, rope
 from edgeq.targets.cuda.kernels.largest import largest
 from edgeq.targets.cuda.kernels.low_rank import low_rank, low_rank_add
@@ -20,6 +21,7 @@ from edgeq.targets.cuda.kernels.read import read_memory
 from edgeq.targets.cuda.kernels.requantize import add_squares, requantize
 from edgeq.targets.cuda.kernels.rows import activate, activate_clamped, embed, inject, scale, select
 from edgeq.targets.cuda.kernels.short_conv import short_conv
+from edgeq.targets.cuda.kernels.state_scan import state_keep, state_scan
 from edgeq.targets.cuda.kernels.transform import arrange, butterflies, split_row
 
 FUNCTIONS = {
@@ -27,12 +29,12 @@ FUNCTIONS = {
     for function in (
         matvec, matmul, fused_rows, fused_activate, fused_heads, quantize_input, quantize_input_token,
         quantize_input_static, float_product, embed, embed_float,
-        rms_norm, layer_norm, head_norm, value_norm, activate, activate_clamped, scale, array_scale, soft_cap, gate, inject,
-        select, rope, head_rotate, cache_write, cache_write_int8, cache_write_int4, attend, arrange, butterflies, split_row,
-        add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, low_rank, low_rank_add,
-        read_memory, short_conv,
+        rms_norm, layer_norm, head_norm, value_norm, gated_norm, activate, activate_clamped, scale, array_scale, soft_cap, gate,
+        inject, select, rope, head_rotate, cache_write, cache_write_int8, cache_write_int4, attend, arrange, butterflies,
+        split_row, add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, low_rank, low_rank_add,
+        read_memory, short_conv, state_scan, state_keep,
     )
 }  # fmt: skip
-RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4, "short_conv": 8}
+RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4, "short_conv": 8, "state_scan": 4}
 """Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of most or 3 of `matmul`, and
 spilled registers of some variants for them."""

@@ -10,12 +10,15 @@ from edgeq.targets.cuda.lowering.context import Lowered, Lowering, refuse
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.family_operations import (
     ArrayScale,
+    DeltaRule,
     Gate,
+    GatedNorm,
     ScaleAdd,
     ShareScale,
     ShortConv,
     SiluConv,
     SoftCap,
+    SsdScan,
     ValueNorm,
 )
 from edgeq.targets.graph import (
@@ -110,6 +113,9 @@ _LOWER: dict[type[Operation], Callable[[Lowering, Any], Sequence[Lowered]]] = {
     GatedAdd: experts.gated_add,
     ShortConv: states.short_conv,
     SiluConv: states.short_conv,
+    DeltaRule: states.delta_rule,
+    SsdScan: states.ssd_scan,
+    GatedNorm: states.gated_norm,
     ShareScale: experts.share_scale,
     ValueNorm: attention.value_norm,
     ScaleAdd: layers.scale,

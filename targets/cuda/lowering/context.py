@@ -86,7 +86,7 @@ class Angles:
 class Launch:
     """One kernel over the rows of its stage.
 
-    matmul     the kernel for more than `few_rows` rows, where it is another one
+    matmul     the kernel for more than `few_rows` rows, where it is another one;  of_many: fewer rows go without the launch
     arguments  its record
     rows_per_token  rows of the kernel for one of the stage, where several are joined
     moved      names of addresses that belong to the requantized weights of a run, with the array that each replaces, or
@@ -104,6 +104,7 @@ class Launch:
     moved: Mapping[str, ArrayRef | tuple[str, int]] = field(default_factory=dict)
     rows_per_token: int = 1
     few_rows: int = FEW_ROWS
+    of_many: bool = False
 
     def __post_init__(self) -> None:
         for variant in self.variants:
@@ -190,7 +191,7 @@ class Lowering:
         """The launches of a run of so many rows in each stage, without a stage that has none."""
         for stage, count in enumerate(rows):
             for each in self.fused if fused and self.fused and count <= FEW_ROWS else self.by_operation:
-                if count and each.stage == stage:
+                if count and each.stage == stage and not (isinstance(each, Launch) and each.of_many and count <= each.few_rows):
                     yield each
 
     def rows(self, stage: int) -> int:

@@ -75,6 +75,15 @@ class Storage:
         """The address of an array as f32."""
         return self._upload(ref, as_stored=False)
 
+    def minus_exp(self, ref: ArrayRef) -> int:
+        """The address of -exp of an array, as f32."""
+        if not self.has(("-exp", ref)):
+            with np.errstate(over="ignore"):
+                values = -np.exp(as_float32(self._file.array(ref), ref.dtype))
+            self.named(("-exp", ref), values.nbytes)
+            self.send(("-exp", ref), values)
+        return self.address(("-exp", ref))
+
     def _upload(self, ref: ArrayRef, as_stored: bool) -> int:
         key = ref, as_stored
         if key not in self._uploaded:

@@ -108,6 +108,30 @@ def short_conv(kernel: Generated, order: int) -> np.ndarray:
     return np.concatenate([found["out"].ravel(), found["numbers"]])
 
 
+def state_scan(kernel: Generated, order: int) -> np.ndarray:
+    """12 rows of one head from slot 9 on, which end a log and begin one, and what they leave in the state."""
+    rng, rows, dim, columns = np.random.default_rng(1), 12, 24, 16
+    log_row = 32 + columns + 16
+    room = 2 * dim * columns + 32 * log_row
+    arrays = {
+        "x": rng.standard_normal((rows, 2 * dim + columns)).astype(np.float32),
+        "rates": rng.standard_normal((rows, 2)).astype(np.float32), "decay": np.full(1, -0.1, np.float32),
+        "dt_bias": np.zeros(1, np.float32), "skip": np.zeros(1, np.float32),
+        "out": np.zeros((rows, columns), np.float32), "order": np.arange(rows, dtype=np.int32),
+        "begins": np.array([0, rows], np.int32), "slots": np.arange(9, 9 + rows, dtype=np.int32),
+        "states": np.zeros(1, np.int64), "snapshots": np.zeros(rows, np.int64),
+        "numbers": rng.standard_normal(room).astype(np.float32),
+    }  # fmt: skip
+    scalars: dict[str, int | float] = {
+        "sessions": 1, "state": 0, "snapshot": 0, "stride": 2 * dim + columns, "rates_stride": 2, "heads": 1, "dim": dim,
+        "value_dim": columns, "value_row": columns, "of_keys": 1, "shared": 1, "q_first": 0, "k_first": dim,
+        "v_first": 2 * dim, "log": 2 * dim * columns, "log_row": log_row, "log_values": 32, "log_g": 32 + columns,
+        "query_scale": 0.2, "beta_scale": 1.0, "least": 0.0, "most": 0.0,
+    }  # fmt: skip
+    found = launched(kernel, arrays, scalars, order)
+    return np.concatenate([found["out"].ravel(), found["numbers"]])
+
+
 def layer_norm(kernel: Generated, order: int) -> np.ndarray:
     x = np.random.default_rng(1).standard_normal((3, 300)).astype(np.float32)
     arrays = {"x": x, "gain": np.ones(300, np.float32), "bias": np.zeros(300, np.float32), "out": np.zeros_like(x)}
@@ -217,6 +241,7 @@ SHARES = 6
 """Barriers of a fused product after which those of its shares come."""
 ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
+SCAN = Variant("state_scan", (True, 32, True))
 MATVEC, MATMUL = Variant("matvec", (4, False, False, 128)), Variant("matmul", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("matvec: products are added before all are there", MATVEC, product, BARRIER, 0),
@@ -272,6 +297,10 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("attend together: how a part is added is read too early", TOGETHER, attend_together, BARRIER, 3),
     ("attend together: totals of other warps are read too early", TOGETHER, attend_together, BARRIER, 4),
     ("convolution: a row overwrites one that is still read", Variant("short_conv", (False,)), short_conv, BARRIER, 0),
+    ("scan: keys of other warps are read too early", SCAN, state_scan, BARRIER, 0),
+    ("scan: products of other warps are added too early", SCAN, state_scan, BARRIER, 1),
+    ("scan: what rows added is read before it is there", SCAN, state_scan, BARRIER, 2),
+    ("scan: the next rows overwrite what is still read", SCAN, state_scan, BARRIER, 3),
     ("largest: those of other warps are read too early", Variant("largest", (True, 4096)), largest, BARRIER, 0),
 ]
 

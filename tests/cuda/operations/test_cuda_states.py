@@ -5,14 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from edgeq.errors import UnsupportedError
 from edgeq.targets.capabilities import HoldsStates
+from edgeq.targets.family_operations import GatedNorm
 from edgeq.targets.rows import PAGE
 from edgeq.targets.states import LOG
 from tests.cuda.comparing import program_of
+from tests.cuda.comparing import read as read_rows
 from tests.cuda.emulated import BACKWARD, CHECKED, SHUFFLED
 from tests.targets.cases import Arrays, rows_of
-from tests.targets.states.state_cases import LENGTH, read
+from tests.targets.states.state_cases import CUTS, LENGTH, read
+from tests.targets.states.test_delta_rule import SIZES, Sizes, of_gates, silu
+from tests.targets.states.test_delta_rule import expected as delta_expected
+from tests.targets.states.test_delta_rule import graph as delta_graph
+from tests.targets.states.test_delta_rule import inputs as delta_inputs
 from tests.targets.states.test_short_conv import graph as convolution
+from tests.targets.states.test_ssd_scan import SIZES as SSD_SIZES
+from tests.targets.states.test_ssd_scan import Sizes as SsdSizes
+from tests.targets.states.test_ssd_scan import graph as ssd_graph
+from tests.targets.states.test_ssd_scan import inputs as ssd_inputs
+from tests.targets.states.test_ssd_scan import step_form
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -35,6 +47,63 @@ def test_a_convolution_has_the_same_bits_in_any_order_of_threads(order: int) -> 
     whole = read(program_of(made, arrays, 2 * LENGTH), (LENGTH,))
     for counts in ((LENGTH,), (7, 1, 20, 2)):
         assert np.array_equal(read(program_of(made, arrays, 2 * LENGTH, order=order), counts), whole)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_delta_rule_computes_the_step_form(sizes: Sizes) -> None:
+    """The same bits however the text is cut, at places that are no ends of logs too."""
+    arrays, numbers = Arrays(), delta_inputs(sizes)
+    made, wanted = delta_graph(arrays, sizes, numbers), delta_expected(sizes, numbers)
+    whole = read(program_of(made, arrays, 2 * LENGTH), (LENGTH,))
+    assert np.abs(whole - wanted).max() < 3e-6 * np.abs(wanted).max()
+    for counts in CUTS:
+        assert np.array_equal(read(program_of(made, arrays, 2 * LENGTH), counts), whole)
+
+
+@pytest.mark.parametrize("sizes", SSD_SIZES, ids=str)
+def test_the_scan_of_a_state_space_computes_the_step_form(sizes: SsdSizes) -> None:
+    arrays, numbers = Arrays(), ssd_inputs(sizes)
+    made, wanted = ssd_graph(arrays, sizes, numbers), step_form(numbers, sizes)
+    whole = read(program_of(made, arrays, 2 * LENGTH), (LENGTH,))
+    assert np.abs(whole - wanted).max() < 3e-6 * np.abs(wanted).max()
+    for counts in CUTS:
+        assert np.array_equal(read(program_of(made, arrays, 2 * LENGTH), counts), whole)
+
+
+@pytest.mark.parametrize("order", [BACKWARD, SHUFFLED, CHECKED])
+def test_scans_have_the_same_bits_in_any_order_of_threads(order: int) -> None:
+    """Heads that share keys, columns of two blocks of threads, and runs over several logs."""
+    for sizes in (Sizes(1, 2, 20, 40), SsdSizes(4, 40, 1, 20)):
+        arrays = Arrays()
+        if isinstance(sizes, Sizes):
+            made = delta_graph(arrays, sizes, delta_inputs(sizes))
+        else:
+            made = ssd_graph(arrays, sizes, ssd_inputs(sizes))
+        whole = read(program_of(made, arrays, 2 * LENGTH), (LENGTH,))
+        for counts in ((LENGTH,), (7, 30, 2)):
+            assert np.array_equal(read(program_of(made, arrays, 2 * LENGTH, order=order), counts), whole)
+
+
+@pytest.mark.parametrize(("heads", "dim", "offset"), [(1, 16, 0), (3, 20, 7), (2, 128, 64), (5, 3, 1)])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_a_norm_with_a_gate_computes_its_formula(heads: int, dim: int, offset: int, gate_first: bool) -> None:
+    arrays, rng = Arrays(), np.random.default_rng(dim)
+    gain = rng.standard_normal(dim * (heads if gate_first else 1)).astype(np.float32)
+    norm = GatedNorm(0, "x", "gate", offset, heads, dim, arrays.add(gain, "f32"), 0.125, "y", gate_first)
+    made, tables = of_gates(arrays, norm, {"x": heads * dim, "gate": heads * dim + offset, "y": heads * dim})
+    x, gates = tables["x"].astype(np.float64).reshape(LENGTH, heads, dim), tables["gate"].astype(np.float64)[:, offset:]
+    by = silu(gates).reshape(x.shape)
+    normed = x * by if gate_first else x
+    wanted = normed / np.sqrt((normed * normed).mean(-1, keepdims=True) + 0.125) * gain.reshape(-1, dim)
+    wanted = (wanted if gate_first else wanted * by).reshape(LENGTH, -1)
+    found = read_rows(program_of(made, arrays, LENGTH), LENGTH)
+    assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max()
+
+
+def test_keys_of_more_channels_than_shared_memory_holds_are_refused_by_name() -> None:
+    arrays, sizes = Arrays(), Sizes(1, 1, 257, 16)
+    with pytest.raises(UnsupportedError, match="states with keys of 257 channels, only of up to 256"):
+        program_of(delta_graph(arrays, sizes, delta_inputs(sizes)), arrays, LENGTH)
 
 
 def test_what_is_not_a_number_stays_in_its_session_and_channel() -> None:

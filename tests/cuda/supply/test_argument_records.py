@@ -41,6 +41,9 @@ LITERALS = {
     "head_rotate": (64,),
     "attend": (64, "int4", PART, True),
     "short_conv": (True,),
+    "state_scan": (True, 32, True),
+    "state_keep": (True, 32),
+    "gated_norm": (True,),
 }
 """Those of kernels that have some."""
 ACTIVATE = ActivateArguments(x=256, out=512, stride=16, width=8)
