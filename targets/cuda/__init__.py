@@ -49,8 +49,6 @@ class CudaTarget:
             return gpus.refused
         if file is None:
             return None
-        if file.metadata.config.delta_net or file.metadata.config.ssd:
-            return f"{gpus.first.name}: it does not have gated delta nets and state spaces yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()
