@@ -12,7 +12,7 @@ import pytest
 from edgeq.errors import DeviceError, UnsupportedError
 from edgeq.format.codec import ArraySpec, Codec
 from edgeq.format.container import ModelFile
-from edgeq.format.records import ArrayRef, LinearSpec, Mode
+from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.runtime import Model, Sampling
 from edgeq.runtime.answers.tokenizer import Tokenizer
 from edgeq.runtime.network.decoder import decoder
@@ -260,6 +260,10 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     graph = product(arrays, rng.standard_normal((3, 64)).astype(np.float32), weight(arrays, rng, Codec("int", 4, 32), 16, 64))
     attention = Attention(0, "x", 0, "y", 1, 1, 18, 1.0, 0, 0)
     refused(device, replace(graph, operations=(attention,)), arrays, match="heads of 18 .*--target cpu")
+    wide = replace(attention, head_dim=260)
+    refused(
+        device, replace(graph, operations=(wide,)), arrays, match="int4 for heads of 260 .*--target cpu", kv=KvCodec("int4")
+    )
     scan = SsdScan(0, "x", "x", 1, 16, 1, 16, *[arrays.add(np.zeros(1, np.float32), "f32")] * 3, (0.0, 1.0), "y", 0)
     refused(device, replace(graph, operations=(scan,)), arrays, match="the operation SsdScan .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
