@@ -260,7 +260,7 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
     if settings.sizing == "crop":
         top, left = (size[0] - settings.height) // 2, (size[1] - settings.width) // 2
         image = image.crop((left, top, left + settings.width, top + settings.height))
-    pieces, facts = [image], {"size": (width, height), "notes": notes}
+    pieces, facts = [image], dict[str, Any](size=(width, height), notes=notes)
     if tiling:
         pieces, facts["tiling"] = _tiles(image, tiling, settings), (tiling.rows, tiling.columns)
         if tiling != settings.tiling(height, width, edge, settings.most_tokens(edge)):

@@ -149,7 +149,9 @@ def activation(lowering: Lowering, op: Activate, arguments: ActivateArguments) -
     if op.clamp is None:
         return Launch(op, lowering.stage, Variant("activate", (op.function, op.gated)), arguments)
     alpha, limit = op.clamp
-    clamped = ActivateClampedArguments(**arguments.by_name, alpha=alpha, limit=limit)
+    clamped = ActivateClampedArguments(
+        x=arguments.x, out=arguments.out, stride=arguments.stride, width=arguments.width, alpha=alpha, limit=limit
+    )
     return Launch(op, lowering.stage, Variant("activate_clamped"), clamped)
 
 
