@@ -48,8 +48,8 @@ def _integers(packed: ArrayU8, blocks: NDArray[np.int64], rows: NDArray[np.int64
     chunks, bits = packed.shape[1:3]
     lines = packed.reshape(-1, chunks, bits, ROWS, 4)[blocks, :, :, rows].reshape(-1, bits, 4)
     count = len(lines)
-    lines = np.pad(lines, ((0, -count % ROWS), (0, 0), (0, 0))).reshape(-1, ROWS, bits, 4)
-    again = lines.transpose(0, 2, 1, 3).reshape(-1, 1, bits, ROWS * 4)
+    padded = np.pad(lines, ((0, -count % ROWS), (0, 0), (0, 0))).reshape(-1, ROWS, bits, 4)
+    again = padded.transpose(0, 2, 1, 3).reshape(-1, 1, bits, ROWS * 4)
     return unpack_integers(again, count, CHUNK).reshape(len(rows), chunks * CHUNK)
 
 
