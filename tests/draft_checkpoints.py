@@ -17,7 +17,8 @@ def add_draft_layer(folder: Path, change: Callable[[dict[str, Any]], None] = lam
     import torch
     from safetensors.torch import load_file, save_file
 
-    config = json.loads((folder / "config.json").read_text())
+    written = json.loads((folder / "config.json").read_text())
+    config = written.get("text_config", written)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer = "mtp.layers.0."

@@ -318,12 +318,12 @@ class ModelConfig(Stack):
         plain = self.alike and self.pre_norms and self.rope.kind != "learned"
         other = (
             *(self.layer_norm, self.post_norms, self.parallel, self.normed_residual != "none", self.conv_layers, self.ssd),
-            *(self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling, self.vision),
+            *(self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling),
         )
         if self.draft_layers and (any(other) or not plain):
             raise UnsupportedError(
                 "draft_layers are supported with layers of attention and delta_net, norms before their blocks and rotary "
-                "positions, without sliding windows, pooling and a vision tower"
+                "positions, without sliding windows and pooling"
             )
 
     @property

@@ -31,7 +31,7 @@ def tower_settings(values: Values) -> dict[str, Any]:
 
 
 def seeing(text: FamilyDescription, architecture: str) -> FamilyDescription:
-    """The same decoder beside a tower; its layer that drafts is left out, as drafts have not been tried after pictures."""
+    """The same decoder beside a tower."""
     tower = replace(
         TOWER,
         architecture=f"the vision tower of {architecture}",
@@ -44,7 +44,6 @@ def seeing(text: FamilyDescription, architecture: str) -> FamilyDescription:
         defaults={**text.defaults, "image_token_id": 248056},
         settings=lambda values: text.settings(values) | {"rope": seeing_rope(values)},
         tower=tower,
-        drafts=None,
         renamed=RENAMED,
     )
 

@@ -20,7 +20,9 @@ from edgeq.errors import CheckpointError, FormatError, UnsupportedError
 from edgeq.format.codec import as_float32, dequantize
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
-from tests.draft_checkpoints import read_tensors
+from edgeq.runtime import Model
+from tests.draft_checkpoints import add_draft_layer, read_tensors
+from tests.vision_checkpoints import build
 
 Checkpoint = Callable[..., Path]
 
@@ -85,6 +87,19 @@ def test_a_budget_and_a_plan_leave_it_in_four_bits(checkpoint: Checkpoint) -> No
     names = [part.name for part in plan.parts()]
     assert "layers.1.qkv" in names and not [name for name in names if "draft" in name]
     assert plan.draft is not None and plan.draft.options.bits == 4
+
+
+def test_it_is_kept_beside_a_vision_tower(tmp_path: Path) -> None:
+    """As checkpoints of Qwen3.5 are published."""
+    folder = build(tmp_path / "sees", "states")
+    add_draft_layer(folder)
+    path = converted(folder, tmp_path, method="rtn", group_size=32).path
+    prompt = list(range(2, 40))
+    with Model.load(path, target="reference", draft_layer=True, context=96) as model:
+        assert model.config.vision and model.config.draft_layers == 1
+        texts = [model.generate(prompt, max_tokens=16, ignore_eos=True, draft=draft, gamma=2) for draft in ("off", "mtp")]
+        assert texts[0].text() == texts[1].text() and texts[0].tokens == texts[1].tokens
+        assert sum(texts[1].measurement.speculation.drafted) > 0
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,16 @@ import pytest
 from vision_checkpoints import IMAGE, build
 
 from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.network.config import VisionConfig
 from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import with_pictures
 from edgeq.runtime import Model, Prompt, Sampling
 from edgeq.runtime.batching.job import Job
 from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
+from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.targets.rows import PAGE
+from tests.draft_checkpoints import add_draft_layer
 from tests.runtime.network.random_vlm import IMAGE_TOKEN, STATES, VISION, no_texts, picture, write
 
 A, B, WIDE = picture(3, 4, 1), picture(3, 4, 2), picture(2, 9, 3)
@@ -96,16 +99,21 @@ def test_forks_and_files_have_states_and_pictures(model: Model, tmp_path: Path) 
     assert np.array_equal(loaded.prefill(more), wanted)
 
 
+def asks(model: Model) -> tuple[VisionConfig, Picture, Picture, list[int]]:
+    """How a converted model sees, two pictures of noise, and a text."""
+    vision = model.config.vision
+    assert vision is not None
+    rng, grid = np.random.default_rng(1), (1, 6, 8)
+    first, other = (
+        Picture(rng.standard_normal((48, vision.patch_width), np.float32), grid, bytes([i]) * 16, (48, 36)) for i in (1, 2)
+    )
+    return vision, first, other, [int(t) for t in rng.integers(2, 2048, 47)]
+
+
 def test_prompts_that_begin_alike_share_a_snapshot_only_with_the_same_pictures(tmp_path: Path) -> None:
     path = convert(str(build(tmp_path / "states", "states")), tmp_path / "m.edgeq", ConvertOptions(), lambda *_: None).path
     with Model.load(path, context=200, threads=1) as model:
-        vision = model.config.vision
-        assert vision is not None
-        rng, grid = np.random.default_rng(1), (1, 6, 8)
-        first, other = (
-            Picture(rng.standard_normal((48, vision.patch_width), np.float32), grid, bytes([i]) * 16, (48, 36)) for i in (1, 2)
-        )
-        text = [int(t) for t in rng.integers(2, 2048, 47)]
+        vision, first, other, text = asks(model)
 
         def asked(*pictures: Picture) -> Prompt:
             tokens = [*text, *[IMAGE] * len(pictures), 5, 6]
@@ -125,3 +133,25 @@ def test_prompts_that_begin_alike_share_a_snapshot_only_with_the_same_pictures(t
             alone = model.generate(whole, max_tokens=6, sampling=Sampling(), ignore_eos=True)
             alone.text()
             assert found == alone.tokens and ticket.cached_tokens == cached
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_drafts_after_pictures_change_no_text(target: str, tmp_path: Path) -> None:
+    """By the layer that was trained for them, which sees the rows of the pictures too."""
+    add_draft_layer(source := build(tmp_path / "states", "states"))
+    path = convert(str(source), tmp_path / "m.edgeq", ConvertOptions(), lambda *_: None).path
+    given: dict[str, Any] = {"target": target, "context": 200, "max_rows": 7, "threads": 1}
+    with Model.load(path, draft_layer=True, **given) as model, Model.load(path, **given) as without:
+        vision, first, other, text = asks(model)
+        whole = with_pictures([*text, IMAGE, 5, IMAGE, 6], [first, other], vision, no_texts)
+        session, wanted = model.session(), without.generate(whole, max_tokens=24, ignore_eos=True)
+        wanted.text()
+        drafts: tuple[DraftSource, ...] = ("mtp", "auto")
+        for draft in drafts:
+            found = model.generate(whole, max_tokens=24, ignore_eos=True, draft=draft, gamma=2, session=session)
+            found.text()
+            assert found.tokens == wanted.tokens and sum(found.measurement.speculation.drafted) > 0
+        # What was drafted and forgotten, and pictures of another prompt, leave nothing behind.
+        changed = with_pictures([*text[:40], IMAGE, 7], [other], vision, no_texts)
+        kept = session.keep_prefix(changed)
+        assert np.array_equal(session.prefill(changed.after(kept)), plain(without, changed))
