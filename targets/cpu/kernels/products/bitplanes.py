@@ -51,7 +51,8 @@ class Unpacker:
 
     def __init__(self, isa: Isa, bits: int, kind: int) -> None:
         self.isa, self.bits, self.kind, self.width = isa, bits, kind, 4 * isa.lanes
-        self.all_at_once = len(PLANES[bits]) > 1 or kind == TRELLIS
+        self.trellis = kind == TRELLIS
+        self.all_at_once = len(PLANES[bits]) > 1 or self.trellis
         self.center = 1 << (TABLES[kind] - 1) if kind in TABLES else 0
 
     def table(self, b: Any, record: Any, block: Any) -> Any:
@@ -68,7 +69,7 @@ class Unpacker:
 
     def quads(self, b: Any, address: Any, part: int, table: Any) -> list[Any]:
         """As `unpack`, looked up in `table`."""
-        if self.kind == TRELLIS:
+        if self.trellis:
             stored = ring_indices(b, address, self.bits, part, self.isa)
         else:
             stored = unpack(b, address, self.bits, part, self.width, self.isa.shifts_bytes)
