@@ -56,6 +56,7 @@ def attend(kernel: Generated, order: int) -> np.ndarray:
         "arrived": np.zeros(2, np.int32),
     }
     scalars = {"tokens": 2, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.2}
+    scalars |= {"sinks": 0, "has_sinks": 0}
     return launched(kernel, arrays, {**scalars, "parts": 2}, order)["out"]
 
 
@@ -72,6 +73,7 @@ def attend_together(kernel: Generated, order: int) -> np.ndarray:
         "out": np.zeros((18, 64), np.float32),
     }
     scalars = {"tokens": 18, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.2}
+    scalars |= {"sinks": 0, "has_sinks": 0}
     return launched(kernel, arrays, {**scalars, "parts": 0}, order)["out"]
 
 
