@@ -20,8 +20,8 @@ from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.family_operations import ValueNorm
 from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
 
-MAX_HEAD, MAX_INT4_HEAD = 512, 256
-"""Dimensions of a head; beyond the second, attention over codes of 4 bits has too few registers."""
+MAX_HEAD, MAX_CODED_HEAD = 512, 256
+"""Dimensions of a head; beyond the second, attention over codes has too few registers."""
 PART = 512
 """Positions of a part of the context, whose sums are made by themselves."""
 FEW_TOKENS = 64
@@ -92,8 +92,8 @@ def check_head(head_dim: int) -> None:
 
 def layer_of_cache(lowering: Lowering, op: CacheWrite | Attention) -> CacheArguments:
     check_head(op.head_dim)
-    if lowering.options.kv.kind == "int4" and op.head_dim > MAX_INT4_HEAD:
-        refuse(f"a cache of int4 for heads of {op.head_dim} dimensions, only of up to {MAX_INT4_HEAD}")
+    if (codec := lowering.options.kv.kind) != "f16" and op.head_dim > MAX_CODED_HEAD:
+        refuse(f"a cache of {codec} for heads of {op.head_dim} dimensions, only of up to {MAX_CODED_HEAD}")
     spec = lowering.graph.cache[op.cache]
     if spec.value_dim != spec.head_dim:
         refuse(f"values of {spec.value_dim} numbers beside keys of {spec.head_dim}")

@@ -21,7 +21,7 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
-from edgeq.targets.family_operations import Gate, SsdScan
+from edgeq.targets.family_operations import Gate, RowBefore
 from edgeq.targets.graph import Attention, CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options, Program
@@ -261,11 +261,12 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     attention = Attention(0, "x", 0, "y", 1, 1, 18, 1.0, 0, 0)
     refused(device, replace(graph, operations=(attention,)), arrays, match="heads of 18 .*--target cpu")
     wide = replace(attention, head_dim=260)
-    refused(
-        device, replace(graph, operations=(wide,)), arrays, match="int4 for heads of 260 .*--target cpu", kv=KvCodec("int4")
-    )
-    scan = SsdScan(0, "x", "x", 1, 16, 1, 16, *[arrays.add(np.zeros(1, np.float32), "f32")] * 3, (0.0, 1.0), "y", 0)
-    refused(device, replace(graph, operations=(scan,)), arrays, match="the operation SsdScan .*--target cpu")
+    for kv in ("int8", "int4"):
+        refused(
+            device, replace(graph, operations=(wide,)), arrays, match=f"{kv} for heads of 260 .*--target cpu", kv=KvCodec(kv)
+        )
+    before = RowBefore(0, "x", 64, "y", 0)
+    refused(device, replace(graph, operations=(before,)), arrays, match="the operation RowBefore .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
     refused(device, replace(graph, operations=again), arrays, match="second choice")
     for options, match in (({"threads": 2}, "threads"), ({"isa": "sm_75"}, "isa")):

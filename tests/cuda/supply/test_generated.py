@@ -13,7 +13,7 @@ import pytest
 from edgeq.errors import UnsupportedError
 from edgeq.format.codec import BITS
 from edgeq.format.records import KV_KINDS
-from edgeq.targets.cuda.lowering.attention import MAX_INT4_HEAD, PART
+from edgeq.targets.cuda.lowering.attention import MAX_CODED_HEAD, PART
 from edgeq.targets.cuda.lowering.largest import SLICE
 from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.pack import Variant, encode
@@ -64,7 +64,7 @@ OTHERS = [
         for head_dim in ATTENDED
         for kv in KV_KINDS
         for packed in (False, True)
-        if head_dim <= MAX_INT4_HEAD or kv != "int4"
+        if head_dim <= MAX_CODED_HEAD or kv == "f16"
     ),
     *(Variant("head_rotate", (head_dim,)) for head_dim in HEADS),
     *(Variant("quantize_input_token", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)),
