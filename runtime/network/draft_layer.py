@@ -18,7 +18,7 @@ from edgeq.format.metadata import Metadata
 from edgeq.network.draft_stack import DraftStack
 from edgeq.runtime.network.block_parts import norm
 from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, decoder, embedding, mlp_block
-from edgeq.targets.family_operations import RowBefore, SoftCap
+from edgeq.targets.family_operations import RowBefore
 from edgeq.targets.graph import CacheWrite, Graph, HeadNorm, Linear, Operation, RmsNorm, RopeRotate, Select
 from edgeq.targets.states import StateSpec
 from edgeq.targets.target import OnProgress, Program, Target, no_progress
@@ -55,17 +55,18 @@ def drafting_decoder(metadata: Metadata, context: int = 0) -> Graph:
 
 def drafting_layer(metadata: Metadata, context: int, beside: Graph) -> Graph:
     """The graph of the layer alone, over pages and states of `beside`; its rows have a span: from slot 1 to their own."""
-    config, draft, width = metadata.config, draft_stack(metadata), metadata.config.hidden_size
-    state, cap = len(beside.states) - 1, config.final_logit_softcapping
+    draft, width, state = draft_stack(metadata), metadata.config.hidden_size, len(beside.states) - 1
+    at = next(i for i, o in enumerate(beside.operations) if isinstance(o, Select))
+    _, head, *cap = beside.operations[at:]
+    assert isinstance(head, Linear)
     operations: list[Operation] = [RowBefore(-1, BEFORE, width, BEFORE, state, keeps=False), *joined(metadata, draft)]
     operations += attention_block(metadata, draft, 0, context, cache=len(beside.cache) - 1, span=0)
     operations += mlp_block(metadata, draft, 0)
     operations.append(norm(metadata, draft, -1, "x", f"{draft.prefix}norm", "normed"))
     # What was before is not read any more.
     operations.append(RowBefore(-1, "normed", width, BEFORE, state))
-    operations += [Select(-1, ("normed",)), Linear(-1, "normed", metadata.linears["head"], "logits")]
-    operations += [SoftCap(-1, "logits", cap)] if cap is not None else []
-    buffers = buffer_widths(draft) | {BEFORE: width, "logits": config.vocab_size}
+    operations += [Select(-1, ("normed",)), replace(head, x="normed"), *cap]
+    buffers = buffer_widths(draft) | {BEFORE: width, "logits": metadata.config.vocab_size}
     return replace(beside, buffers=buffers, operations=tuple(operations))
 
 

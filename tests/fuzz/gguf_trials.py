@@ -102,6 +102,7 @@ def of(name: str, **keys: Any) -> Entries:
     return {"general.architecture": name, **found}
 
 
+HEADS = matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
 MLP = matrices(2, ffn_gate=[64, 64], ffn_up=[64, 64], ffn_down=[64, 64])
 GEMMA4_LAYER = (
     norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm", "post_ffw_norm_1", "post_ffw_norm_2")
@@ -154,9 +155,7 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
         norms("output_norm")
         | layers(
             norms("attn_norm", "ffn_norm") | MLP | MAMBA,
-            norms("attn_norm", "ffn_norm")
-            | MLP
-            | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64]),
+            norms("attn_norm", "ffn_norm") | MLP | HEADS,
         ),
     ),
     "falcon-h1": (
@@ -170,14 +169,7 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
             ssm__time_step_rank=4,
             ssm__inner_size=128,
         ),
-        norms("output_norm")
-        | layers(
-            norms("attn_norm")
-            | {"ffn_norm": [0, [64]]}
-            | MLP
-            | MAMBA
-            | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
-        ),
+        norms("output_norm") | layers(norms("attn_norm") | {"ffn_norm": [0, [64]]} | MLP | MAMBA | HEADS),
     ),
     "qwen35": (
         of("qwen35", **DELTA_KEYS, nextn_predict_layers=1, rope__dimension_sections=[2, 1, 1, 0]),
@@ -252,7 +244,7 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
         norms("output_norm")
         | layers(
             norms("attn_norm", "post_attention_norm")
-            | matrices(8, attn_q=[64, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
+            | HEADS
             | matrices(2, ffn_gate_exps=[2, 32, 64], ffn_up_exps=[2, 32, 64], ffn_down_exps=[2, 64, 32])
             | {f"attn_{part}.bias": [0, [size]] for part, size in (("q", 64), ("k", 32), ("v", 32), ("output", 64))}
             | {f"ffn_{part}_exps.bias": [0, [2, size]] for part, size in (("gate", 32), ("up", 32), ("down", 64))}

@@ -9,6 +9,8 @@ from typing import Any
 from edgeq import __version__
 from edgeq.format.container import ModelFile
 from edgeq.format.metadata import Metadata
+from edgeq.network.config import VisionConfig
+from edgeq.network.draft_stack import DraftStack
 from edgeq.runtime import Model
 from edgeq.system import machine
 from edgeq.tools.measure import conditions
@@ -43,12 +45,12 @@ def in_decoder(name: str) -> bool:
 
 def in_tower(name: str) -> bool:
     """Whether a linear layer is one of the vision tower or its projector."""
-    return name.startswith("vision.")
+    return name.startswith(VisionConfig.prefix)
 
 
 def in_draft(name: str) -> bool:
     """Whether a linear layer is of the layer that drafts."""
-    return name.startswith("draft.")
+    return name.startswith(DraftStack.prefix)
 
 
 def head_codec(metadata: Metadata) -> str:
