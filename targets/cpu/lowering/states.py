@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 from edgeq.format.codec import as_float32
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.buffers import padded
+from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.simd import LANES
 from edgeq.targets.cpu.kernels.rows import delta_rule as rule
 from edgeq.targets.cpu.kernels.rows import norms
 from edgeq.targets.cpu.kernels.rows import row_before as before
 from edgeq.targets.cpu.kernels.rows import short_conv as kernels
-from edgeq.targets.cpu.kernels.rows import ssd_scan as scan
+from edgeq.targets.cpu.kernels.rows import ssd_scan as ssd
+from edgeq.targets.cpu.kernels.rows.states import Scan
 from edgeq.targets.cpu.lowering.context import Context
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
 from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, RowBefore, ShortConv, SiluConv, SsdScan, padded_head
@@ -50,37 +54,33 @@ def row_before(context: Context, o: RowBefore) -> None:
 
 
 def delta_rule(context: Context, o: DeltaRule) -> None:
-    (x, x_stride), (rates, rates_stride), (out, out_stride) = map(context.place, (o.x, o.rates, o.out))
-    scratch = rule.scratch_bytes(padded_head(o.key_dim), padded_head(o.value_dim))
-    with np.errstate(over="ignore"):
-        decay = -np.exp(as_float32(context.file.array(o.decay_log), o.decay_log.dtype))
-    of_d, of_g = o.log_places
-    args = rule.DeltaRuleArgs(
-        **context.state_args(o.state), x=x, x_stride=x_stride, rates=rates, rates_stride=rates_stride,
-        out=out, out_stride=out_stride, key_heads=o.key_heads, value_heads=o.value_heads,
-        key_dim=o.key_dim, value_dim=o.value_dim, log=4 * context.state_places[o.state].log,
-        log_bytes=4 * padded_width(context.graph.states[o.state].log), log_d=4 * of_d, log_g=4 * of_g,
-        decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias), beta_scale=o.beta_scale,
-        scratch=context.memory.shared("delta rule", context.threads * scratch), scratch_bytes=scratch,
-    )  # fmt: skip
-    context.emit(kernel(rule.delta_rule, int(is_wide(context.isa))), args, parts=o.key_heads)
-    context.invalidate(o.out)
+    shape = {"key_heads": o.key_heads, "heads": o.value_heads, "key_dim": o.key_dim, "value_dim": o.value_dim}
+    _scan(context, o, rule.SCAN, rule.delta_rule, o.rates, shape, beta_scale=o.beta_scale)
 
 
 def ssd_scan(context: Context, o: SsdScan) -> None:
-    (x, x_stride), (dt, dt_stride), (out, out_stride) = map(context.place, (o.x, o.dt, o.out))
-    scratch = scan.scratch_bytes(padded_head(o.state_dim), padded_head(o.head_dim))
+    shape = {"key_heads": o.heads // o.shared, "heads": o.heads, "key_dim": o.state_dim, "value_dim": o.head_dim}
+    least, most = o.limits
+    skip = context.memory.floats(o.skip)
+    _scan(context, o, ssd.SCAN, ssd.ssd_scan, o.dt, shape, groups=o.groups, skip=skip, least=least, most=most)
+
+
+def _scan(
+    context: Context, o: DeltaRule | SsdScan, scan: Scan, make: Callable[[int], Kernel], rates: str,
+    shape: Mapping[str, int], **own: float,
+) -> None:  # fmt: skip
+    (x, x_stride), (rates_place, rates_stride), (out, out_stride) = map(context.place, (o.x, rates, o.out))
+    scratch = scan.scratch_bytes(padded_head(shape["key_dim"]), padded_head(shape["value_dim"]))
     with np.errstate(over="ignore"):
         decay = -np.exp(as_float32(context.file.array(o.decay_log), o.decay_log.dtype))
-    args = scan.SsdScanArgs(
-        **context.state_args(o.state), x=x, x_stride=x_stride, dt=dt, dt_stride=dt_stride, out=out, out_stride=out_stride,
-        heads=o.heads, head_dim=o.head_dim, groups=o.groups, state_dim=o.state_dim, shared=o.shared,
-        log=4 * context.state_places[o.state].log, log_bytes=4 * padded_width(context.graph.states[o.state].log),
-        log_u=4 * o.log_places[0],  decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias),
-        skip=context.memory.floats(o.skip), least=o.limits[0], most=o.limits[1],
-        scratch=context.memory.shared("ssd scan", context.threads * scratch), scratch_bytes=scratch,
+    args = scan.args(
+        **context.state_args(o.state), **shape, **own, x=x, x_stride=x_stride, rates=rates_place, rates_stride=rates_stride,
+        out=out, out_stride=out_stride, log=4 * context.state_places[o.state].log,
+        log_bytes=4 * padded_width(context.graph.states[o.state].log), log_values=4 * o.log_places[0],
+        decay=context.memory.copied(decay), dt_bias=context.memory.floats(o.dt_bias),
+        scratch=context.memory.shared("scan over a log", context.threads * scratch), scratch_bytes=scratch,
     )  # fmt: skip
-    context.emit(kernel(scan.ssd_scan, int(is_wide(context.isa))), args, parts=o.heads // o.shared)
+    context.emit(kernel(make, int(is_wide(context.isa))), args, parts=shape["key_heads"])
     context.invalidate(o.out)
 
 

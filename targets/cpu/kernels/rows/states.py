@@ -1,5 +1,5 @@
-"""What kernels of states and of their gates share: where a snapshot goes, masked stores, and of scans over a log (StateSpec)
-products with S, decays, and the S of the next log."""
+"""What kernels of states and of their gates share: where a snapshot goes, masked stores, and the scan over a log (StateSpec):
+its loop, products with S, decays, and the S of the next log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 
+from edgeq.targets.cpu.jit.args import nbytes, number, pointer
 from edgeq.targets.cpu.jit.deferred import cgutils, inline, intrinsic, types
 from edgeq.targets.cpu.jit.simd import (
     ADDRESS,
@@ -21,6 +22,7 @@ from edgeq.targets.cpu.jit.simd import (
     constant,
     f32x16,
     get_f32,
+    get_i32,
     get_i64,
     load,
     primitive,
@@ -41,6 +43,7 @@ from edgeq.targets.cpu.jit.simd import (
     vsub,
     vsum,
 )
+from edgeq.targets.cpu.kernels.args import StateArgs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.states import LOG
 
@@ -48,6 +51,59 @@ POSITIONS = PAGE
 WEIGHTS, WHOLE, OWN = 0, 64, 128
 """Scratch of a thread in a scan over a log, bytes: 16 decays since the rows of the log, 16 equal ones since S; what follows is
 the kernel's own."""
+
+
+class ScanArgs(StateArgs):
+    """What every scan over a log reads.  A work item is a key head of a session with its heads of values.
+
+    x             rows of keys, values and what asks;  rates: of numbers for each head
+    key_heads     of keys in a row of the log;  heads: of values
+    log           bytes to the log; log_bytes: of one of its rows: keys, from log_values on values, then g of each head
+    decay         f32 [heads], -exp(decay_log);  dt_bias the same
+    scratch       of every thread, scratch_bytes
+    """
+
+    x = pointer()
+    x_stride = nbytes()
+    rates = pointer()
+    rates_stride = nbytes()
+    out = pointer()
+    out_stride = nbytes()
+    key_heads = number()
+    heads = number()
+    key_dim = number()
+    value_dim = number()
+    log = nbytes()
+    log_bytes = nbytes()
+    log_values = nbytes()
+    decay = pointer()
+    dt_bias = pointer()
+    scratch = pointer()
+    scratch_bytes = nbytes()
+
+
+class Scan(NamedTuple):
+    """What a scan has of its own.
+
+    args      class of its arguments
+    most      rows whose products with S run together, at most;  units: vectors of a row that are multiplied with S
+    columns   vectors of S beside each other for one row, where a vector is one register and where it is not
+    scratch   bytes of a thread before the units, their products with S and the decayed keys
+    place     (args, places, key_head, count): keys of `count` rows into the log, units into scratch
+    row       (args, places, head, t): values and g of row t into the log, and its result
+    """
+
+    args: type[ScanArgs]
+    most: int
+    units: int
+    columns: tuple[int, int]
+    scratch: int
+    place: Any
+    row: Any
+
+    def scratch_bytes(self, key_dim: int, value_dim: int) -> int:
+        """Scratch of a thread, for dimensions that are padded to 16."""
+        return self.scratch + 4 * (self.most * self.units * (key_dim + value_dim) + LOG * key_dim)
 
 
 class HeadRows(NamedTuple):
@@ -237,3 +293,55 @@ def close_head(places, channels, heads, states):
 def copy_state(state, to, size):
     for n in range(0, size, 64):
         vstore(to + n, vload(state + n))
+
+
+def scan_kernel(scan: Scan, wide: int) -> Any:
+    """The loop over sessions, their rows log by log, and heads; `wide`: a vector is one register, of which there are 32.
+
+    What is computed of a row is the same whether the rows after it are in the same run or not: of several rows of a log only
+    the products with S, which their log begins with, run together, and each is a sum over the channels of the key in their
+    order.
+    """
+    args_of, place, row = scan.args, scan.place, scan.row
+    most, unit_count, before_units = scan.most, scan.units, scan.scratch
+    together = most if wide else most // 2
+    of_rows = head_products(unit_count * together, 2 if wide else 1)
+    of_one = head_products(unit_count, scan.columns[0] if wide else scan.columns[1])
+
+    def kernel(record, part, parts, thread):
+        args = args_of(record)
+        sessions, shared = get_i64(args.sessions), args.heads // args.key_heads
+        key_bytes, value_bytes = 64 * ((args.key_dim + 15) // 16), 64 * ((args.value_dim + 15) // 16)
+        scratch, size = args.scratch + thread * args.scratch_bytes, args.key_dim * value_bytes
+        units = scratch + before_units
+        products = units + unit_count * most * key_bytes
+        turned = products + unit_count * most * value_bytes
+        for item in range(part, sessions * args.key_heads, parts):
+            session, key_head = item % sessions, item // sessions
+            state = get_i64(args.states + 8 * session)
+            i, end = np.int64(get_i32(args.begins + 4 * session)), get_i32(args.begins + 4 * session + 4)
+            while i < end:
+                slot = get_i32(args.slots + 4 * get_i32(args.order + 4 * i))
+                first, odd = slot % LOG, slot // LOG % 2
+                count = together if end - i >= together and first + together <= LOG else 1
+                rows = state + args.log + odd * LOG * args.log_bytes
+                log = args.log_bytes, args.log_values
+                places = HeadRows(scratch, units, products, turned, rows, key_bytes, value_bytes, *log, first, i)
+                place(args, places, key_head, count)
+                for head in range(key_head * shared, (key_head + 1) * shared):
+                    before = state + args.offset + (odd * args.heads + head) * size
+                    if count > 1:
+                        of_rows(args.key_dim, places, before)
+                    else:
+                        of_one(args.key_dim, places, before)
+                    for t in range(count):
+                        row(args, places, head, t)
+                    if first + count == LOG:
+                        after = state + args.offset + ((1 - odd) * args.heads + head) * size
+                        close_head(places, args.key_dim, (key_head, head), (before, after))
+                        snapshot = snapshot_after(args, session, slot + count - 1)
+                        if snapshot != 0:
+                            copy_state(after, snapshot + head * size, size)
+                i += count
+
+    return kernel
