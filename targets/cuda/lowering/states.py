@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from edgeq.targets.cuda.arguments.states import (
     GatedNormArguments,
@@ -56,76 +57,50 @@ def short_conv(lowering: Lowering, op: ShortConv | SiluConv) -> Sequence[Launch]
 
 def delta_rule(lowering: Lowering, op: DeltaRule) -> Sequence[Launch]:
     shared, keys = op.value_heads // op.key_heads, op.key_heads * op.key_dim
-    log_values, log_g = op.log_places
-    arguments = StateScanArguments(
-        x=lowering.buffer(op.x),
-        rates=lowering.buffer(op.rates),
-        decay=lowering.storage.minus_exp(op.decay_log),
-        dt_bias=lowering.storage.floats(op.dt_bias),
-        skip=0,
-        out=lowering.buffer(op.out),
-        rows=state_rows(lowering, op.state),
-        stride=lowering.graph.buffers[op.x],
-        rates_stride=lowering.graph.buffers[op.rates],
-        heads=op.value_heads,
-        dim=op.key_dim,
-        value_dim=op.value_dim,
-        value_row=padded_head(op.value_dim),
-        of_keys=shared,
-        shared=shared,
-        q_first=0,
-        k_first=keys,
-        v_first=2 * keys,
-        log=lowering.state_places[op.state].log,
-        log_row=padded_width(lowering.graph.states[op.state].log),
-        log_values=log_values,
-        log_g=log_g,
-        query_scale=op.key_dim**-0.5,
-        beta_scale=op.beta_scale,
-        least=0,
-        most=0,
-    )
-    return _scan(lowering, op, arguments)
+    return _scan(
+        lowering, op, op.rates,
+        heads=op.value_heads, dim=op.key_dim, value_dim=op.value_dim, of_keys=shared, shared=shared,
+        q_first=0, k_first=keys, v_first=2 * keys,
+        query_scale=op.key_dim**-0.5, beta_scale=op.beta_scale, skip=0, least=0, most=0,
+    )  # fmt: skip
 
 
 def ssd_scan(lowering: Lowering, op: SsdScan) -> Sequence[Launch]:
-    inner, (log_values, log_g), (least, most) = op.heads * op.head_dim, op.log_places, op.limits
+    inner, (least, most) = op.heads * op.head_dim, op.limits
+    return _scan(
+        lowering, op, op.dt,
+        heads=op.heads, dim=op.state_dim, value_dim=op.head_dim, of_keys=op.heads // op.groups, shared=op.shared,
+        q_first=inner + op.groups * op.state_dim, k_first=inner, v_first=0,
+        query_scale=1, beta_scale=0, skip=lowering.storage.floats(op.skip), least=least, most=most,
+    )  # fmt: skip
+
+
+def _scan(lowering: Lowering, op: DeltaRule | SsdScan, rates: str, **own: Any) -> Sequence[Launch]:
+    """In a run of more rows than a log has, keys are written when every block of threads has read those before.
+
+    rates  the buffer of numbers of each head;  own: arguments that the two compute in ways of their own
+    """
+    dim: int = own["dim"]
+    if dim > MAX_KEY:
+        refuse(f"states with keys of {dim} channels, only of up to {MAX_KEY}")
+    log_values, log_g = op.log_places
     arguments = StateScanArguments(
         x=lowering.buffer(op.x),
-        rates=lowering.buffer(op.dt),
+        rates=lowering.buffer(rates),
         decay=lowering.storage.minus_exp(op.decay_log),
         dt_bias=lowering.storage.floats(op.dt_bias),
-        skip=lowering.storage.floats(op.skip),
         out=lowering.buffer(op.out),
         rows=state_rows(lowering, op.state),
         stride=lowering.graph.buffers[op.x],
-        rates_stride=lowering.graph.buffers[op.dt],
-        heads=op.heads,
-        dim=op.state_dim,
-        value_dim=op.head_dim,
-        value_row=padded_head(op.head_dim),
-        of_keys=op.heads // op.groups,
-        shared=op.shared,
-        q_first=inner + op.groups * op.state_dim,
-        k_first=inner,
-        v_first=0,
+        rates_stride=lowering.graph.buffers[rates],
+        value_row=padded_head(own["value_dim"]),
         log=lowering.state_places[op.state].log,
         log_row=padded_width(lowering.graph.states[op.state].log),
         log_values=log_values,
         log_g=log_g,
-        query_scale=1,
-        beta_scale=0,
-        least=least,
-        most=most,
+        **own,
     )
-    return _scan(lowering, op, arguments)
-
-
-def _scan(lowering: Lowering, op: DeltaRule | SsdScan, arguments: StateScanArguments) -> Sequence[Launch]:
-    """In a run of more rows than a log has, keys are written when every block of threads has read those before."""
-    if arguments.dim > MAX_KEY:
-        refuse(f"states with keys of {arguments.dim} channels, only of up to {MAX_KEY}")
-    of = isinstance(op, DeltaRule), padded_head(arguments.dim)
+    of = isinstance(op, DeltaRule), padded_head(dim)
     few, many, keep = Variant("state_scan", (*of, True)), Variant("state_scan", (*of, False)), Variant("state_keep", of)
     return [
         Launch(op, lowering.stage, few, arguments, many, few_rows=LOG),
