@@ -3,7 +3,8 @@
 A codec without a type of its own is written in a wider one that holds the same numbers: integers in Q4_0, Q5_0 or Q8_0, those
 with an offset in Q4_1 or Q5_1.  These have a scale for 32 weights, so one for 64, 128 or a row is repeated.  With zero points
 q - zero takes one bit more, and so does 2 q - (2**bits - 1) of a grid without zero, with half the scale.  Entries of a table
-are signed bytes, as integers of Q8_0 are.  No number is rounded.
+are signed bytes, as integers of Q8_0 are.  Integers of 2 bits that are -1, 0 and 1 go into TQ2_0 where their scales do.  No
+number is rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, IQ4_NL_TABLE, MXFP4_BIAS, MXFP4_TABLE
+from edgeq.converters.importers.gguf_types import (
+    BLOCK_TYPES,
+    FLOAT_TYPES,
+    IQ4_NL_TABLE,
+    MXFP4_BIAS,
+    MXFP4_TABLE,
+    TERNARY,
+)
 from edgeq.errors import UnsupportedError
 from edgeq.format.codec import AnyArray, ArrayU8, Codec
 
@@ -24,6 +32,8 @@ FLOAT_NUMBERS = {name.lower(): number for number, name in FLOAT_TYPES.items()}
 BLOCK = 32
 TABLES = {20: IQ4_NL_TABLE, 39: MXFP4_TABLE}
 """ggml's number of a type -> entries of its table by index."""
+TQ2_0 = NUMBERS["TQ2_0"]
+"""TQ1_0 has the same numbers in fewer bytes, and fewer programs run it."""
 ONE_LEVEL = ("int", "half", "offset", "table")
 """Kinds of codecs whose scales are f16, as those of GGUF's blocks of 32 are."""
 
@@ -49,16 +59,28 @@ class HeldAs:
         return BLOCK_TYPES[self.type].width if self.codec else 1
 
 
-def held_as(codec: Codec, columns: int, table: AnyArray | None = None) -> HeldAs:
+def fits_ternary(codec: Codec, arrays: Arrays) -> bool:
+    """Whether these rows, as `blocks_of` takes them, are -1, 0 and 1 times a scale of 256 weights."""
+    if codec != TERNARY or arrays["q"].shape[1] % BLOCK_TYPES[TQ2_0].width:
+        return False
+    # The first scale of each pair is written: the other one must have the same bits.
+    scales = np.ascontiguousarray(arrays["scale"]).view(np.uint16)
+    return bool(arrays["q"].all()) and np.array_equal(scales[:, ::2], scales[:, 1::2])
+
+
+def held_as(codec: Codec, columns: int, table: AnyArray | None = None, ternary: bool = False) -> HeldAs:
     """The type that holds every number of a matrix with so many columns.
 
-    table   of a codec with tables those of the matrix, int8 [tables, entries]
+    table     of a codec with tables those of the matrix, int8 [tables, entries]
+    ternary   all rows pass `fits_ternary`
     UnsupportedError: none does; the message says what would.
     """
     if not codec.integer:
         return HeldAs(FLOAT_NUMBERS[codec.kind], None)
+    if ternary:
+        return HeldAs(TQ2_0, TERNARY)
     for number, block in BLOCK_TYPES.items():
-        same = block.codec == codec and columns % block.width == 0
+        same = block.codec == codec != TERNARY and columns % block.width == 0
         if same and (number not in TABLES or (table is not None and (table == TABLES[number]).all())):
             return HeldAs(number, codec)
     if codec.kind == "two-level":
@@ -187,6 +209,10 @@ def _mxfp4(a: Arrays) -> ArrayU8:
     return _join(powers.astype(np.uint8)[..., None], _nibbles(_of_blocks(a["q"], 2, 16)))
 
 
+def _tq2_0(a: Arrays) -> ArrayU8:
+    return _join(_fields(_of_blocks(a["q"] - np.uint8(1), 2, 4, 32), 2), _half(a["scale"][:, ::2]))
+
+
 def _factors(a: Arrays) -> list[AnyArray]:
     # A minimum is subtracted there and an offset added here.
     return [_half(a["super_scale"]), *([_half(-a["super_offset"])] if "super_offset" in a else [])]
@@ -234,7 +260,7 @@ PACKERS: dict[int, Callable[[Arrays], ArrayU8]] = {
     for name, packer in {
         **{"Q4_0": _q4, "Q4_1": _q4, "Q5_0": _q5, "Q5_1": _q5, "Q8_0": _q8_0},
         **{"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
-        **{"IQ4_NL": _iq4_nl, "MXFP4": _mxfp4},
+        **{"IQ4_NL": _iq4_nl, "MXFP4": _mxfp4, "TQ2_0": _tq2_0},
     }.items()
 }
 """ggml's number of a type -> arrays of its codec to its bytes."""

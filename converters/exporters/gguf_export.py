@@ -19,11 +19,11 @@ from edgeq.converters.exporters.contents import (
     check_network,
     exported,
 )
-from edgeq.converters.exporters.gguf_blocks import FLOAT_NUMBERS, HeldAs, blocks_of, held_as
+from edgeq.converters.exporters.gguf_blocks import FLOAT_NUMBERS, HeldAs, blocks_of, fits_ternary, held_as
 from edgeq.converters.exporters.gguf_network import GgufNetwork, layer_names, network_of
 from edgeq.converters.exporters.gguf_tokenizer import tokenizer_keys
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM
-from edgeq.converters.importers.gguf_types import stored_bytes
+from edgeq.converters.importers.gguf_types import TERNARY, stored_bytes
 from edgeq.errors import ResourceError, UnsupportedError
 from edgeq.format.codec import AnyArray, ArrayF32, as_float32, to_bf16
 from edgeq.format.container import ModelFile
@@ -170,10 +170,17 @@ def _matrices(model: ExportedModel, network: GgufNetwork, head_dim: int) -> Iter
             raise UnsupportedError(f"{name}: llama.cpp has one tensor for what has several codecs here: {', '.join(codecs)}")
         try:
             found = [table for part in parts if (table := part.tables()) is not None]
-            held = held_as(parts[0].codec, parts[0].columns, np.concatenate(found) if found else None)
+            held = held_as(parts[0].codec, parts[0].columns, np.concatenate(found) if found else None, _ternary(parts))
         except UnsupportedError as error:
             raise UnsupportedError(f"{name}: {error}") from None
         yield GgufMatrix(f"{name}.weight", (*parts,), held, _head_size(name, network, head_dim))
+
+
+def _ternary(parts: list[ExportedWeight]) -> bool:
+    """Whether matrices are -1, 0 and 1 times scales that TQ2_0 has: no codec says so, their integers do."""
+    if parts[0].codec != TERNARY:
+        return False
+    return all(fits_ternary(slab.codec, slab.integers()) for part in parts for slab in _slabs(part, 0))
 
 
 def _vectors(model: ExportedModel, network: GgufNetwork, head_dim: int) -> dict[str, ArrayF32]:

@@ -16,6 +16,12 @@ from edgeq.errors import CheckpointError
 from edgeq.format.codec import AnyArray, Codec, dequantized
 from edgeq.format.safetensors import floats
 
+UNREADABLE = {
+    "MXFP4": ", or as MXFP4 a power of two that is no f16",
+    "TQ2_0": ", or as TQ2_0 a weight that is none of three",
+}
+"""Types -> what else makes a scale NaN when it is unpacked."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -126,8 +132,8 @@ class GgufTensor:
         arrays = self.block.unpack(self._rows(first, count, name))
         for array in arrays.values():
             if array.dtype == np.float16 and not np.isfinite(array).all():
-                of_powers = ", or as MXFP4 a power of two that is no f16" if self.block.name == "MXFP4" else ""
-                raise CheckpointError(f"{name} has a scale or an offset that is NaN or infinite{of_powers}; it is damaged")
+                also = UNREADABLE.get(self.block.name, "")
+                raise CheckpointError(f"{name} has a scale or an offset that is NaN or infinite{also}; it is damaged")
         return arrays
 
     def _rows(self, first: int, count: int, name: str) -> AnyArray:

@@ -1,9 +1,9 @@
 """The types of tensors in GGUF files: what a block of a type holds, and how edgeq stores the same weights.
 
 Types with blocks of 32 weights have a scale for each; K-quants have 256 weights with scales of 16 or 32 of them, which are
-integers times one or two f16 of the whole block: scales of two levels.  IQ4_NL and MXFP4 have indices of a table.  Every
-function takes blocks, uint8 [rows, blocks of a row, bytes of a block], and gives the arrays of the type's codec, none of them
-rounded.
+integers times one or two f16 of the whole block: scales of two levels.  IQ4_NL and MXFP4 have indices of a table, TQ1_0 and
+TQ2_0 the weights -1, 0 and 1 times an f16 of 256.  Every function takes blocks, uint8 [rows, blocks of a row, bytes of a
+block], and gives the arrays of the type's codec, none of them rounded.
 """
 
 from __future__ import annotations
@@ -171,6 +171,36 @@ def powers(q: AnyArray, exponents: NDArray[np.int32]) -> ArrayF16:
     return np.where(used, scale, np.float16(0))
 
 
+TERNARY = Codec("int", 2, 128)
+"""Its integer 2 is zero, so 1 to 3 are the weights of ternary types; 0 is in none."""
+POWERS_OF_THREE = np.array([1, 3, 9, 27, 81], np.uint8)
+
+
+def ternary(digits: AnyArray, scale: ArrayF16) -> StoredArrays:
+    """digits [rows, ...] from 0 to 2, of which 1 is zero; scale [rows, blocks] of 256 weights, two groups of the codec."""
+    return one_level(digits + np.uint8(1), np.repeat(scale, 2, axis=1))
+
+
+def trits(packed: ArrayU8, count: int) -> ArrayU8:
+    """The first digits of bytes that are fractions to the base 3 of 256, rounded up: [..., n] -> [..., count, n]."""
+    # Bytes wrap around: what is left of the one is the fraction behind its digits so far.
+    shifted = packed[..., None, :] * POWERS_OF_THREE[:count, None]
+    return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8)
+
+
+def tq1_0(raw: ArrayU8) -> StoredArrays:
+    # Five digits of 32 bytes, of 16 bytes, and four of four bytes.
+    parts = [trits(raw[..., first:end], count) for first, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))]
+    return ternary(np.concatenate([part.reshape(*raw.shape[:2], -1) for part in parts], -1), halves(raw, 52))
+
+
+def tq2_0(raw: ArrayU8) -> StoredArrays:
+    """A fourth value, which no program writes, makes a scale NaN, which is refused."""
+    digits, scale = crumbs(raw[..., :64].reshape(*raw.shape[:2], 2, 32)), halves(raw, 64)
+    fourth = (digits == 3).reshape(*raw.shape[:2], -1).any(-1)
+    return ternary(np.minimum(digits, 2), np.where(fourth, np.float16(np.nan), scale))
+
+
 def six_bits(packed: ArrayU8) -> tuple[ArrayU8, ArrayU8]:
     """Twelve bytes -> eight scales and eight minima of six bits, [rows, blocks, 8] each."""
     a, b, c = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -190,6 +220,8 @@ BLOCK_TYPES = {
     13: BlockType("Q5_K", 256, 176, Codec("two-level", 5, 32, symmetric=False), q5_k),
     14: BlockType("Q6_K", 256, 210, Codec("two-level", 6, 16), q6_k),
     20: BlockType("IQ4_NL", 32, 18, Codec("table", 4, 32, wide=True), iq4_nl),
+    34: BlockType("TQ1_0", 256, 54, TERNARY, tq1_0),
+    35: BlockType("TQ2_0", 256, 66, TERNARY, tq2_0),
     39: BlockType("MXFP4", 32, 17, Codec("table", 4, 32), mxfp4),
 }
 """ggml's number of a quantized type -> what its blocks are."""
@@ -197,7 +229,7 @@ FLOAT_TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 """ggml's number -> the type as safetensors spells it."""
 REFUSED = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"},
-    **{23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
+    **{23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
     **{40: "NVFP4", 41: "Q1_0", 4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
 }
 """Names of types that have no codec here, for messages."""

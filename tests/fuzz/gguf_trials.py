@@ -43,7 +43,7 @@ SHAPES: dict[str, Any] = {
     "output_norm.weight": [0, [256]],
     "blk.0.attn_norm.weight": [0, [256]],
     "blk.0.ffn_norm.weight": [0, [256]],
-    "blk.0.attn_q.weight": [2, [256, 256]],
+    "blk.0.attn_q.weight": [34, [256, 256]],
     "blk.0.attn_k.weight": [12, [128, 256]],
     "blk.0.attn_v.weight": [14, [128, 256]],
     "blk.0.attn_output.weight": [1, [256, 256]],

@@ -69,16 +69,19 @@ INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoeh
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
 GPT2_KEYS |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+SCALES |= {"TQ1_0": (52,), "TQ2_0": (64,)}
 """Bytes of a block at which it has an f16; of the other types the first."""
 
 
 def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Blocks of any bytes, with finite scales of both signs; of MXFP4 powers of two that an f16 holds."""
+    """Blocks of any bytes, with finite scales of both signs; of MXFP4 powers of two that an f16 holds, of TQ2_0 three values."""
     rng, block = np.random.default_rng(seed), BLOCK_TYPES[number]
     raw = rng.integers(0, 256, (rows, blocks, block.nbytes), np.uint8)
     if block.name == "MXFP4":
         raw[..., 0] = rng.integers(104, 144, (rows, blocks))
         return raw
+    if block.name == "TQ2_0":
+        raw &= ~(raw >> 1 & 0x55)
     for at in SCALES.get(block.name, (0,)):
         scales = rng.normal(0, 0.01, (rows, blocks)).astype(np.float16)
         raw[..., at : at + 2] = scales[..., None].view(np.uint8)

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 
 from edgeq.converters.exporters import gguf_export
 from edgeq.converters.exporters.export import export
-from edgeq.converters.exporters.gguf_blocks import blocks_of, held_as
+from edgeq.converters.exporters.gguf_blocks import blocks_of, fits_ternary, held_as
 from edgeq.converters.exporters.gguf_network import network_of
 from edgeq.converters.exporters.gguf_tokenizer import tokenizer_keys, vocabulary_keys
 from edgeq.converters.importers.gguf_tokenizers import tokenizer_json
-from edgeq.converters.importers.gguf_types import BLOCK_TYPES
+from edgeq.converters.importers.gguf_types import BLOCK_TYPES, TERNARY
 from edgeq.converters.importers.gguf_vocabulary import read_vocabulary
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.codec import FLOAT_KINDS, MAX_ENTRY, Codec, Kind, as_float32, dequantized
@@ -54,9 +54,32 @@ def raw_tensors(path: Path) -> dict[str, tuple[Type, tuple[int, ...], bytes]]:
 def test_blocks_come_back_byte_for_byte(number: int) -> None:
     block = BLOCK_TYPES[number]
     raw = random_blocks(number, 5, 4)
-    held = held_as(block.codec, 4 * block.width, block.unpack(raw).get("table"))
-    assert held.name == block.name
-    assert np.array_equal(blocks_of(block.codec, held, block.unpack(raw)), raw.reshape(5, -1))
+    arrays = block.unpack(raw)
+    held = held_as(block.codec, 4 * block.width, arrays.get("table"), fits_ternary(block.codec, arrays))
+    written = blocks_of(block.codec, held, arrays)
+    if block.name != "TQ1_0":
+        assert held.name == block.name and np.array_equal(written, raw.reshape(5, -1))
+        return
+    # Five digits in a byte: the same numbers in the other ternary type.
+    assert held.name == "TQ2_0"
+    bits = (gguf.dequantize(each, kind).view(np.uint32) for each, kind in ((written, Type.TQ2_0), (raw.reshape(5, -1), Type.TQ1_0)))
+    assert np.array_equal(*bits)
+
+
+def test_two_bits_are_ternary_if_no_weight_and_no_scale_says_otherwise() -> None:
+    codec, arrays = TERNARY, BLOCK_TYPES[35].unpack(random_blocks(35, 4, 2))
+    assert fits_ternary(codec, arrays) and not fits_ternary(replace(codec, group_size=64), arrays)
+    scale, q = arrays["scale"].copy(), arrays["q"].copy()
+    scale[1, 2] += np.float16(0.5)
+    q[3, 500] = 0
+    for other in ({"scale": scale}, {"q": q}, {"q": arrays["q"][:, :384], "scale": scale[:, :3]}):
+        changed = {**arrays, **other}
+        assert not fits_ternary(codec, changed)
+        columns = changed["q"].shape[1]
+        held = held_as(codec, columns)
+        assert held.name == "Q4_0"
+        found = gguf.dequantize(blocks_of(codec, held, changed), Type.Q4_0)
+        assert np.array_equal(found, dequantized(codec, columns, changed))
 
 
 @pytest.mark.parametrize(
@@ -91,10 +114,10 @@ def test_a_gguf_file_comes_back_tensor_for_tensor(
 
 
 def test_types_that_the_package_does_not_write_come_back(checkpoint: Checkpoint, tmp_path: Path, texts: None) -> None:
-    kinds = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL]
+    kinds = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.TQ2_0]
     folder = checkpoint("llama_gqa", hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=2)
     source, back = tmp_path / "a.gguf", tmp_path / "back.gguf"
-    write_gguf(folder, source, lambda name, values: kinds[len(name) % 6] if values.ndim > 1 else Type.F32)
+    write_gguf(folder, source, lambda name, values: kinds[len(name) % 7] if values.ndim > 1 else Type.F32)
     export(converted(source, tmp_path / "a.edgeq").path, "gguf", back, False, silent)
     assert raw_tensors(back) == raw_tensors(source)
 

@@ -91,6 +91,22 @@ def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_of(
     assert np.array_equal(wanted.checkpoint.rows(name, 5, 41), found.checkpoint.rows(name, 5, 41))
 
 
+def test_a_fourth_value_of_a_ternary_weight_is_refused(tmp_path: Path) -> None:
+    """Two bits hold it, and llama.cpp would take it for 2."""
+    raw = random_blocks(35, 4, 3)
+    tensor = GgufTensor(tmp_path / "data", (4, 768), 35, 0)
+    for value in (2, 3):
+        raw[2, 1, 17] = raw[2, 1, 17] & 0xF3 | value << 2
+        (tmp_path / "data").write_bytes(raw.tobytes())
+        if value == 2:
+            assert np.isfinite(tensor.read(0, 4 * 768, "t")).all() and tensor.quantized(0, 4, "t")["q"].max() == 3
+    with pytest.raises(CheckpointError, match=r"t has a scale .* or as TQ2_0 a weight that is none of three; it is damaged"):
+        tensor.quantized(0, 4, "t")
+    assert tensor.quantized(0, 2, "t")["q"].min() == 1
+    # A method that rounds again looks for it in the values.
+    assert np.isnan(tensor.read(2 * 768 + 256, 256, "t")).any()
+
+
 EXACT = [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
 
 
@@ -122,8 +138,12 @@ def test_integers_are_kept_bit_for_bit(checkpoint: Callable[..., Path], tmp_path
 K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
 UNWRITTEN = [*K_QUANTS, Type.IQ4_NL]
 """Types that the package reads and does not write."""
+TERNARY = [Type.TQ1_0, Type.TQ2_0]
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 """Rows of whole blocks of 256 weights."""
+
+
+PAIR = ("llama_gqa", "qwen3_moe")
 
 
 def q4_k_m(name: str, values: np.ndarray[Any, Any]) -> Type:
@@ -132,9 +152,15 @@ def q4_k_m(name: str, values: np.ndarray[Any, Any]) -> Type:
     return in_type(Type.Q6_K if more else Type.Q4_K)(name, values)
 
 
-@pytest.mark.parametrize("choose", [*map(in_type, UNWRITTEN), q4_k_m], ids=[*(kind.name for kind in UNWRITTEN), "Q4_K_M"])
-@pytest.mark.parametrize("family", ["llama_gqa", "qwen3_moe"])
-def test_what_the_package_reads_alone_is_kept_bit_for_bit(
+@pytest.mark.parametrize(
+    ("choose", "family"),
+    [
+        *(pytest.param(in_type(kind), family, id=f"{family}-{kind.name}") for kind in UNWRITTEN for family in PAIR),
+        *(pytest.param(q4_k_m, family, id=f"{family}-Q4_K_M") for family in PAIR),
+        *(pytest.param(in_type(kind), "llama_gqa", id=f"llama_gqa-{kind.name}") for kind in TERNARY),
+    ],
+)
+def test_types_of_256_weights_are_kept_bit_for_bit(
     checkpoint: Callable[..., Path], tmp_path: Path, choose: Callable[[str, Any], Type], family: str
 ) -> None:
     path = tmp_path / "m.gguf"
