@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgeq.converters.importers import gguf_settings as settings
+from edgeq.converters.importers.gguf_families import encoders
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
@@ -70,6 +71,14 @@ MAMBA |= {"ssm_out": "mamba.out_proj", "ssm_dt.bias": "mamba.dt_bias", "ssm_a.we
 FALCON_H1 = ATTENTION | MAMBA | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
 FALCON_H1 |= {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 RMS_EPSILON = "rms_norm_eps"
+BERT = {f"attn_{part}": f"attention.self.{module}" for part, module in (("q", "query"), ("k", "key"), ("v", "value"))}
+BERT |= {"attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm"}
+BERT |= {"ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm"}
+BERT_ENDS = {EMBEDDING: "embeddings.word_embeddings.weight", "position_embd.weight": "embeddings.position_embeddings.weight"}
+BERT_ENDS |= {encoders.SEGMENTS: "embeddings.token_type_embeddings.weight"}
+BERT_ENDS |= {f"token_embd_norm.{kind}": f"embeddings.LayerNorm.{kind}" for kind in ("weight", "bias")}
+SCORES = {f"cls.{kind}": f"pooler.dense.{kind}" for kind in ("weight", "bias")}
+SCORES |= {f"cls.output.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")}
 DECAYS = {"ssm_a": GgufLayout(negative_exp=True)}
 
 
@@ -117,6 +126,7 @@ class Architecture:
     settings      further keys of config.json
     epsilon       what config.json calls the epsilon of the norms; any name but RMS_EPSILON is that of a LayerNorm
     ends          tensors outside of the layers: llama.cpp's name -> transformers'
+    rows          those of them that are matrices, though of one row programs drop the dimension
     layers        what transformers' names of tensors in layers begin with
     scaling       further keys of `rope_scaling`
     """
@@ -129,11 +139,17 @@ class Architecture:
     gain: float = 0.0
     epsilon: str = RMS_EPSILON
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    rows: tuple[str, ...] = ()
     layers: str = "model.layers."
     ungained: tuple[str, ...] = ()
     layouts: Callable[[Settings], Mapping[str, GgufLayout]] = as_converted
     drafts: Mapping[str, str] = field(default_factory=dict)
     scaling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it gives a score of two texts."""
+        return self.family.endswith("ForSequenceClassification")
 
 
 GPT2 = Architecture(
@@ -268,6 +284,16 @@ ARCHITECTURES = {
         settings=settings.qwen3_5_moe,
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, settings.ernie4_5),
+    "bert": Architecture(
+        "BertModel",
+        "bert",
+        BERT,
+        encoders.bert,
+        epsilon="layer_norm_eps",
+        ends=BERT_ENDS,
+        rows=(encoders.SEGMENTS,),
+        layers="encoder.layer.",
+    ),
 }
 """llama.cpp's name of an architecture, in `general.architecture`."""
 MIXTRAL_ARCHITECTURE = Architecture(
@@ -283,6 +309,15 @@ MIXTRAL_ARCHITECTURE = Architecture(
 """Mixtral's files say "llama" and have experts."""
 OLMO3_ARCHITECTURE = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", model_type="olmo3", settings=settings.olmo3)
 """OLMo 3's files say "olmo2" and have windows."""
+
+BERT_RERANKER = replace(
+    ARCHITECTURES["bert"],
+    family="BertForSequenceClassification",
+    settings=encoders.bert_reranker,
+    ends=BERT_ENDS | SCORES,
+    rows=(encoders.SEGMENTS, encoders.SCORE),
+)
+"""Rerankers' files say "bert" and have a head; of all kinds of BERT it is of one form."""
 
 
 def architecture(metadata: Keys, place: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Architecture, GgufKeys]:
@@ -306,4 +341,6 @@ def architecture(metadata: Keys, place: str, shapes: Mapping[str, tuple[int, ...
         return MIXTRAL_ARCHITECTURE, keys
     if name == "olmo2" and keys.integer("attention.sliding_window", 0):
         return OLMO3_ARCHITECTURE, keys
+    if name == "bert" and encoders.SCORE in shapes:
+        return BERT_RERANKER, keys
     return ARCHITECTURES[name], keys

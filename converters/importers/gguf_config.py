@@ -17,6 +17,9 @@ TOLERANCE = 1e-5
 YARN = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 """Key after `rope.scaling.` -> key of `rope_scaling`; llama.cpp's numbers where they are absent are transformers'."""
 
+POOLINGS, RANKS = {1: "mean", 2: "cls", 3: "last"}, 4
+"""Values of `pooling_type`; 0 says nothing."""
+
 
 def config_of(kind: Architecture, keys: GgufKeys) -> Settings:
     """Keys of config.json, and the read ones marked in `keys`.
@@ -60,6 +63,24 @@ def config_of(kind: Architecture, keys: GgufKeys) -> Settings:
     }
     scaling = _scaling(keys, head_dim, config["rope_theta"])
     return config | ({"rope_scaling": {**scaling, **kind.scaling}} if scaling else {})
+
+
+def pooling_of(kind: Architecture, keys: GgufKeys) -> str | None:
+    """How the states of a text become one vector; None: the file does not say so, or the model ranks documents.
+
+    CheckpointError: a number that has no meaning.  UnsupportedError: it ranks documents, and has no head for that.
+    """
+    found = keys.integer("pooling_type", 0)
+    if found > RANKS:
+        raise keys.wrong("pooling_type", found, f"0 to {RANKS}")
+    if kind.ranks:
+        return None
+    if found == RANKS:
+        raise UnsupportedError(
+            f"{keys.place}: {keys.architecture}.pooling_type is {RANKS}, a reranker, and the file has no head of one "
+            "that edgeq knows; supported: rerankers of BERT and XLM-R with cls and cls.output"
+        )
+    return POOLINGS.get(found)
 
 
 def _scaling(keys: GgufKeys, head_dim: int, theta: float) -> Settings | None:

@@ -26,7 +26,7 @@ DRAFT_LAYERS = "mtp_num_hidden_layers"
 """The key of config.json that says how many layers draft tokens; they are not among the others."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{"attention.causal": (True,), "use_parallel_residual": (False,), "pooling_type": (0,)},
+    **{"attention.causal": (True,), "use_parallel_residual": (False,)},
     **{"attention.clamp_kqv": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0)},
     **{"attention.scale": (0.0,), "attn_logit_softcapping": (0.0,), "final_logit_softcapping": (0.0,)},
     **{"rope.scaling.finetuned": (True, False), "tensor_data_layout": ("Meta AI original pth",)},

@@ -17,11 +17,11 @@ import numpy as np
 
 from edgeq.converters.checkpoint.source import StoredTensor
 from edgeq.converters.importers.gguf_architectures import Architecture, architecture
-from edgeq.converters.importers.gguf_config import config_of
+from edgeq.converters.importers.gguf_config import config_of, pooling_of
 from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
 from edgeq.converters.importers.gguf_keys import DRAFT_LAYERS, EMBEDDING, FREQUENCIES, HEAD, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, GgufTensor, bytes_of
-from edgeq.converters.importers.gguf_texts import TOKENIZER, write_texts
+from edgeq.converters.importers.gguf_texts import TOKENIZER, write_pooling, write_texts
 from edgeq.converters.importers.gguf_tower_kinds import TOWERS
 from edgeq.converters.importers.gguf_towers import read_tower
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, type_name
@@ -72,6 +72,8 @@ class GgufSource:
         weakref.finalize(source, shutil.rmtree, texts, ignore_errors=True)
         try:
             write_texts(network.files[0].metadata, texts, tokenizer)
+            if network.pooling is not None:
+                write_pooling(network.pooling, texts)
             if network.preprocessor:
                 (texts / PREPROCESSOR).write_text(json.dumps(network.preprocessor), encoding="utf-8")
         except (CheckpointError, UnsupportedError) as error:
@@ -103,6 +105,7 @@ class _Network:
 
     types         how many tensors there are of each
     preprocessor  keys of preprocessor_config.json; none without a tower
+    pooling       how a text becomes a vector; None: the file does not say so
     """
 
     files: list[GgufFile]
@@ -110,6 +113,7 @@ class _Network:
     config: Settings
     tensors: Mapping[str, StoredTensor]
     preprocessor: Settings
+    pooling: str | None
 
 
 def _network(path: Path, mmproj: Path | None) -> _Network:
@@ -119,17 +123,17 @@ def _network(path: Path, mmproj: Path | None) -> _Network:
     kind, keys = architecture(metadata, place, {name: tensor.shape for file in files for name, tensor in file.tensors.items()})
     stored = _stored(files, place)
     keys.factors = _small(stored)
-    config = config_of(kind, keys)
+    config, pooling = config_of(kind, keys), pooling_of(kind, keys)
     keys.check_all_read()
     tensors = _renamed(stored, kind, config, place)
     types = Counter(type_name(tensor.type) for tensor in stored.values())
     if mmproj is None:
-        return _Network(files, types, config, tensors, {})
+        return _Network(files, types, config, tensors, {}, pooling)
     own = _parts(mmproj)
     of_tower = _stored(own, str(mmproj))
     types.update(type_name(tensor.type) for tensor in of_tower.values())
     tower = read_tower(own[0].metadata, of_tower, str(mmproj), keys, config)
-    return _Network([*files, *own], types, tower.config, {**tensors, **tower.tensors}, tower.preprocessor)
+    return _Network([*files, *own], types, tower.config, {**tensors, **tower.tensors}, tower.preprocessor, pooling)
 
 
 def takes_tower(path: Path) -> bool:
@@ -235,7 +239,9 @@ def _renamed(
     for name, tensor in stored.items():
         if name in kind.ends:
             gain = kind.gain if name not in (EMBEDDING, HEAD) else 0.0
-            found[kind.ends[name]] = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, added=-gain)
+            whole = GgufTensor(tensor.path, tensor.shape, tensor.type, tensor.offset, added=-gain)
+            row = name in kind.rows and len(tensor.shape) == 1
+            found[kind.ends[name]] = whole.part(0, (1, tensor.rows)) if row else whole
             continue
         at = _LAYER.fullmatch(name)
         part, end = (at[2], at[3] or "weight") if at else ("", "")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edgeq.converters.checkpoint.sentence_transformers import MODULES
 from edgeq.converters.checkpoint.tokenizer import MAX_TEMPLATE
 from edgeq.converters.importers.gguf_tokenizers import post_processor, tokenizer_json
 from edgeq.converters.importers.gguf_vocabulary import (
@@ -18,7 +19,6 @@ from edgeq.converters.importers.gguf_vocabulary import (
     UNUSED,
     USER_DEFINED,
     GgufVocabulary,
-    flag,
     read_vocabulary,
 )
 from edgeq.errors import CheckpointError, FormatError
@@ -27,6 +27,7 @@ from edgeq.text import foreign_tokenizer
 from edgeq.text.foreign_tokenizer import MAX_TOKENIZER
 
 TOKENIZER = "tokenizer.json"
+POOLING_FOLDER = "1_Pooling"
 ENDS_OF_TURN = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>", "<|end|>"),
     *("<end_of_turn>", "<eos>"),
@@ -54,6 +55,7 @@ def write_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = 
     vocabulary = read_vocabulary(metadata)
     tokenizer = tokenizer_json(metadata, vocabulary) if given is None else _given(given, metadata, vocabulary)
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    names |= {"cls": "cls_token", "seperator": "sep_token", "mask": "mask_token"}
     settings = {name: literal for key, name in names.items() if (literal := vocabulary.literal(key)) is not None}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     template = metadata.get("tokenizer.chat_template")
@@ -62,6 +64,18 @@ def write_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = 
     _write(folder / TOKENIZER, tokenizer)
     _write(folder / "tokenizer_config.json", {**kind, **settings})
     _write(folder / "generation_config.json", _generation(metadata, vocabulary))
+
+
+def write_pooling(kind: str, folder: Path) -> None:
+    """Write what sentence-transformers has beside a checkpoint that embeds texts.
+
+    kind   "last", "mean" or "cls"; vectors are divided by their length, as llama.cpp gives them
+    """
+    modules = [("Transformer", ""), ("Pooling", POOLING_FOLDER), ("Normalize", "2_Normalize")]
+    listed = [{"type": f"sentence_transformers.models.{module}", "path": path} for module, path in modules]
+    (folder / MODULES).write_text(json.dumps(listed), encoding="utf-8")
+    (folder / POOLING_FOLDER).mkdir()
+    _write(folder / POOLING_FOLDER / "config.json", {"pooling_mode": "lasttoken" if kind == "last" else kind})
 
 
 def _given(folder: Path, metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> dict[str, Any]:
@@ -88,8 +102,7 @@ def _given(folder: Path, metadata: Mapping[str, Any], vocabulary: GgufVocabulary
             )
     tokenizer: dict[str, Any] = json.loads(data)
     if any(f"{PREFIX}add_{end}_token" in metadata for end in ("bos", "eos")):
-        begins, ends = (flag(metadata, f"add_{end}_token", False) for end in ("bos", "eos"))
-        tokenizer["post_processor"] = post_processor(vocabulary, begins, ends)
+        tokenizer["post_processor"] = post_processor(metadata, vocabulary, add_bos=False)
     return tokenizer
 
 

@@ -6,6 +6,7 @@ gpt2    byte-level BPE; `tokenizer.ggml.pre` names how a text is split before, w
 llama   SentencePiece's BPE: the pair whose joined token has the best score is merged first; bytes where nothing else fits
 gemma4  the same with the order of merges in the file, and no space before a text
 t5      SentencePiece's Unigram (Kudo 2018): the split of a text with the largest sum of scores
+bert    WordPiece: the longest token that a word begins with, and so on; in lower case unless the vocabulary has capital letters
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from typing import Any
 
 from edgeq.converters.importers.gguf_vocabulary import (
     BYTE,
+    CONTINUES,
     CONTROL,
     MAX_MERGES,
+    NORMAL,
     PREFIX,
+    SPACE,
     UNKNOWN,
     USER_DEFINED,
+    WORD_PIECE,
     GgufVocabulary,
     array,
     flag,
@@ -30,8 +35,10 @@ from edgeq.errors import CheckpointError
 from edgeq.text import split_patterns
 
 OTHER_SOURCE = "edgeq convert --tokenizer DIR takes the tokenizer.json of the original checkpoint's folder in its place"
-SPACE = "\u2581"
-"""A space in tokens of SentencePiece."""
+CASED = 0.01
+"""The share of tokens with capital letters from which on a vocabulary is one of texts in both cases."""
+MAX_WORD = 100
+"""Characters of a word of WordPiece; a longer one is unknown."""
 MAX_PIECE = 256
 """Characters of a token of SentencePiece, whose ways to be cut in two are tried; its default for training is 16."""
 MAX_CHARSMAP = 4 << 20
@@ -105,14 +112,12 @@ def tokenizer_json(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> J
     if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(f"{PREFIX}model is {kind!r:.80}; supported: {', '.join(KINDS)}; {OTHER_SOURCE}")
     parts = {"normalizer": None, "pre_tokenizer": None, "decoder": None, **KINDS[kind](metadata, vocabulary)}
-    begins = flag(metadata, "add_bos_token", parts.pop("add_bos"))
-    ends = flag(metadata, "add_eos_token", False)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(metadata, vocabulary),
-        "post_processor": post_processor(vocabulary, begins, ends),
+        "post_processor": post_processor(metadata, vocabulary, parts.pop("add_bos")),
         **parts,
     }
 
@@ -193,11 +198,37 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
     }
 
 
+def _word_pieces(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
+    ordinary = [token for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind == NORMAL]
+    cased = sum(token != token.lower() for token in ordinary) > CASED * len(ordinary)
+    unknown, _ = _named(vocabulary, "unknown", "unknown", "[UNK]")
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": CONTINUES, "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unknown,
+            "continuing_subword_prefix": CONTINUES,
+            "max_input_chars_per_word": MAX_WORD,
+            "vocab": {token: i for i, token in enumerate(vocabulary.tokens)},
+        },
+        "add_bos": True,
+    }
+
+
 KINDS: Mapping[str, Callable[[Mapping[str, Any], GgufVocabulary], Json]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece_bpe,
     "gemma4": _gemma4,
     "t5": _unigram,
+    WORD_PIECE: _word_pieces,
 }
 
 
@@ -269,18 +300,57 @@ def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> li
     return added
 
 
-def post_processor(vocabulary: GgufVocabulary, begins: bool, ends: bool) -> Json | None:
-    """What puts bos before a text and eos after it."""
-    special, pieces = {}, {"bos": list[Json](), "eos": list[Json]()}
-    for name, asked in (("bos", begins), ("eos", ends)):
-        if not asked:
-            continue
-        literal = vocabulary.literal(name)
-        if literal is None:
-            raise CheckpointError(f"{PREFIX}add_{name}_token is true, but {PREFIX}{name}_token_id is missing")
-        special[literal] = {"id": literal, "ids": [vocabulary.ids[name]], "tokens": [literal]}
-        pieces[name].append({"SpecialToken": {"id": literal, "type_id": 0}})
-    if not special:
+def post_processor(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, add_bos: bool) -> Json | None:
+    """What puts bos before a text and eos after it, and what lies between two texts.
+
+    add_bos   whether there is bos where the metadata do not say it
+    """
+    if metadata.get(f"{PREFIX}model") == WORD_PIECE:
+        return _processor(_named(vocabulary, "cls", "bos", "[CLS]"), _named(vocabulary, "seperator", "eos", "[SEP]"))
+    ends = {}
+    for name, absent in (("bos", add_bos), ("eos", False)):
+        if flag(metadata, f"add_{name}_token", absent):
+            if name not in vocabulary.ids:
+                raise CheckpointError(f"{PREFIX}add_{name}_token is true, but {PREFIX}{name}_token_id is missing")
+            ends[name] = vocabulary.ids[name]
+    if not ends:
         return None
-    single, pair = ([*pieces["bos"], {"Sequence": {"id": each, "type_id": 0}}, *pieces["eos"]] for each in "AB")
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single, *pair], "special_tokens": special}
+    of_encoder = metadata.get("general.architecture") == "bert"
+    between = flag(metadata, "add_sep_token", of_encoder) and {"bos", "eos"} <= ends.keys()
+    special = {vocabulary.tokens[i]: i for i in ends.values()}
+    first, last = ([_special(vocabulary.tokens[ends[name]])] if name in ends else [] for name in ("bos", "eos"))
+    middle = first
+    if between:
+        separator = vocabulary.ids.get("seperator", ends["eos"])
+        special[vocabulary.tokens[separator]] = separator
+        middle = [_special(vocabulary.tokens[separator])]
+    return _template(special, [*first, _text("A"), *last], [*middle, _text("B"), *last])
+
+
+def _named(vocabulary: GgufVocabulary, name: str, also: str, usual: str) -> tuple[str, int]:
+    """A token of BERT and its id, by either key or as all published vocabularies have it."""
+    found = vocabulary.ids.get(name, vocabulary.ids.get(also))
+    if found is None and usual not in vocabulary.tokens:
+        raise CheckpointError(f"{PREFIX}{name}_token_id is missing, and {PREFIX}tokens has no {usual}")
+    found = vocabulary.tokens.index(usual) if found is None else found
+    return vocabulary.tokens[found], found
+
+
+def _processor(first: tuple[str, int], last: tuple[str, int]) -> Json:
+    """BERT's: [CLS] text [SEP], and of a pair text [SEP] behind it, of another segment."""
+    end, again = _special(last[0]), _special(last[0], 1)
+    return _template(dict((first, last)), [_special(first[0]), _text("A"), end], [_text("B", 1), again])
+
+
+def _special(token: str, segment: int = 0) -> Json:
+    return {"SpecialToken": {"id": token, "type_id": segment}}
+
+
+def _text(which: str, segment: int = 0) -> Json:
+    return {"Sequence": {"id": which, "type_id": segment}}
+
+
+def _template(special: Mapping[str, int], single: list[Json], second: list[Json]) -> Json:
+    """`second`: what a pair has behind a single text."""
+    tokens = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in special.items()}
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": tokens}

@@ -13,7 +13,14 @@ from edgeq.text.tokenizer_rules import MAX_TEXT
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of tokenizer.ggml.token_type."""
 PREFIX = "tokenizer.ggml."
-SPECIAL_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+SPECIAL_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding", "cls", "seperator", "mask")
+"""As llama.cpp spells them, before `_token_id`."""
+SPACE = "\u2581"
+"""A space in tokens of SentencePiece; in files of WordPiece what every token that begins a word begins with."""
+WORD_PIECE = "bert"
+"""`tokenizer.ggml.model` of a WordPiece tokenizer."""
+CONTINUES = "##"
+"""What a token of WordPiece begins with that goes on with a word."""
 MAX_TOKENS = 1 << 20
 """The largest vocabulary of a published language model has 262,144."""
 MAX_MERGES = 4 * MAX_TOKENS
@@ -24,7 +31,7 @@ MAX_CHARACTERS = 8 << 20
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """Tokens in the order of their ids.
+    """Tokens in the order of their ids, as the checkpoint's tokenizer has them.
 
     kinds    NORMAL, UNKNOWN ... of each token
     scores   of each token, in models of SentencePiece; empty in others
@@ -53,19 +60,28 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GgufVocabulary:
         raise CheckpointError(f"{PREFIX}tokens is missing or empty: the file has no vocabulary")
     if sum(map(len, tokens)) > MAX_CHARACTERS:
         raise CheckpointError(f"{PREFIX}tokens has more than {MAX_CHARACTERS} characters together")
+    kinds = _integers(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens)
+    if metadata.get(f"{PREFIX}model") == WORD_PIECE:
+        tokens = [_word_piece(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
     known = {token: i for i, token in enumerate(tokens)}
     if len(known) < len(tokens):
         twice = next(i for i, token in enumerate(tokens) if known[token] != i)
         raise CheckpointError(f"{PREFIX}tokens has {tokens[twice][:80]!r} twice, as {twice} and {known[tokens[twice]]}")
-    kinds = _integers(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens)
     if not set(kinds) <= set(range(NORMAL, BYTE + 1)):
         raise CheckpointError(f"{PREFIX}token_type has {(set(kinds) - set(range(NORMAL, BYTE + 1))).pop()}; expected 1 to 6")
     ids = {name: i for name in SPECIAL_IDS if (i := _id(metadata, name, len(tokens))) is not None}
-    for name in ("bos", "eos", "eot", "eom"):
+    for name in ("bos", "eos", "eot", "eom", "cls", "seperator"):
         # Files exist that call such a token an ordinary one; decoded, it would be shown.
         if name in ids and kinds[ids[name]] in (NORMAL, USER_DEFINED):
             kinds[ids[name]] = CONTROL
     return GgufVocabulary(tokens, kinds, _scores(metadata, len(tokens)), _merges(metadata, known), ids)
+
+
+def _word_piece(token: str, kind: int) -> str:
+    """A token as BERT's vocabulary has it: llama.cpp's converter marks those that begin a word, not those that go on."""
+    if kind == CONTROL:
+        return token
+    return token[1:] if token.startswith(SPACE) else f"{CONTINUES}{token}"
 
 
 def flag(metadata: Mapping[str, Any], name: str, absent: bool) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from mutation import VALUES, changed_bytes, changed_json, refused
 
+from edgeq.converters.checkpoint.sentence_transformers import embedding_settings
 from edgeq.converters.checkpoint.tokenizer import read_text
 from edgeq.converters.families.network import described, open_tensors
 from edgeq.converters.importers.gguf_source import GgufSource
@@ -135,7 +136,19 @@ DRAFTS = norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm") | {"nextn
 APART, JOINED = matrices(8, ssm_alpha=[4, 64], ssm_beta=[4, 64]), matrices(8, ssm_ba=[8, 64])
 MAMBA = {f"ssm_{name}": [0, [4, 1]] for name in "ad"} | {"ssm_dt.bias": [0, [4]], "ssm_norm.weight": [0, [2, 64]]}
 MAMBA |= {"ssm_conv1d.weight": [0, [192, 3]], "ssm_conv1d.bias": [0, [192]]} | matrices(2, ssm_in=[324, 64], ssm_out=[64, 128])
+BERT_LAYER = {f"{norm}.{kind}": [0, [64]] for norm in ("attn_output_norm", "layer_output_norm") for kind in ("weight", "bias")}
+BERT_LAYER |= matrices(8, attn_q=[64, 64], attn_k=[64, 64], attn_v=[64, 64], attn_output=[64, 64])
+BERT_LAYER |= matrices(2, ffn_up=[96, 64], ffn_down=[64, 96])
+BERT_LAYER |= {f"{name}.bias": [0, [64]] for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_down")}
+BERT_LAYER |= {"ffn_up.bias": [0, [96]]}
+BERT_KEYS = of("bert", block_count=1, feed_forward_length=96, attention__causal=False, pooling_type=2)
+BERT_KEYS["bert.attention.layer_norm_epsilon"] = BERT_KEYS.pop("bert.attention.layer_norm_rms_epsilon")
+BERT_ENDS = {"position_embd.weight": [0, [64, 64]], "token_types.weight": [0, [2, 64]]}
+BERT_ENDS |= {f"token_embd_norm.{kind}": [0, [64]] for kind in ("weight", "bias")}
+SCORE = {"cls.weight": [0, [64, 64]], "cls.bias": [0, [64]], "cls.output.weight": [0, [1, 64]], "cls.output.bias": [0, [1]]}
 NETWORKS: dict[str, tuple[Entries, Entries]] = {
+    "bert": (BERT_KEYS, BERT_ENDS | layers(BERT_LAYER)),
+    "bert-reranker": (BERT_KEYS, BERT_ENDS | SCORE | layers(BERT_LAYER)),
     "granitehybrid": (
         of(
             "granitehybrid",
@@ -259,6 +272,9 @@ OTHERS = [
     ({**metadata, **VOCABULARY}, {"token_embd.weight": [8, [len(WORDS), 64]], **shapes})
     for metadata, shapes in NETWORKS.values()
 ]
+PIECES = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.seperator_token_id": 257, "tokenizer.ggml.cls_token_id": 256}
+PIECES |= {"tokenizer.ggml.unknown_token_id": 259}
+OTHERS += [({**metadata, **PIECES}, shapes) for metadata, shapes in OTHERS if metadata["general.architecture"] == "bert"]
 TYPES = (*BLOCK_TYPES, 0, 1, 30, 20, 99, 2**31)
 
 
@@ -273,7 +289,8 @@ def gguf(rng: random.Random, path: Path) -> str:
         _write(rng, path, *((SEEING, SHAPES) if mmproj else rng.choice([(METADATA, SHAPES), *OTHERS])))
     try:
         source = GgufSource.open(path, mmproj=mmproj)
-        family, config = described(source)
+        embeds = embedding_settings(source, None)
+        family, config = described(source, embeds.pooling if embeds else None)
         read_text(source, config.vocab_size)
         tensors = open_tensors(source, family)
         for name, shape in (family.tensor_shapes() | (family.tower.tensor_shapes() if family.tower else {})).items():

@@ -19,6 +19,12 @@ from safetensors.torch import load_file
 
 from edgeq.converters.families.decoders.lfm import mlp_width
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES
+from tests.converters.importers.layouts.encoders import (
+    ENCODERS,
+    ENCODERS_LACK,
+    encoder_metadata,
+    encoder_tensors,
+)
 from tests.converters.importers.layouts.states import (
     Array,
     delta_net_metadata,
@@ -63,6 +69,8 @@ ARCHITECTURES = {
     "qwen3_next": ("qwen3next", "QWEN3NEXT"),
     "qwen3_5_text": ("qwen35", "QWEN35"),
     "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
+    "bert": ("bert", "BERT"),
+    "xlm-roberta": ("bert", "BERT"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid")
@@ -74,7 +82,7 @@ SCALES |= {"TQ1_0": (52,), "TQ2_0": (64,)}
 
 
 def random_blocks(number: int, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Blocks of any bytes, with finite scales of both signs; of MXFP4 powers of two that an f16 holds, of TQ2_0 three values."""
+    """Blocks of any bytes, with finite scales of both signs; of MXFP4 powers of two of an f16, of TQ2_0 three values."""
     rng, block = np.random.default_rng(seed), BLOCK_TYPES[number]
     raw = rng.integers(0, 256, (rows, blocks, block.nbytes), np.uint8)
     if block.name == "MXFP4":
@@ -177,6 +185,9 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         absent += ["attention.head_count_kv"] if own != "starcoder" else []
         absent += ["rope.freq_base", "rope.dimension_count"] if own != "gptneox" else []
         keys = {key: value for key, value in keys.items() if key not in absent}
+    if own in ENCODERS:
+        keys |= encoder_metadata(config)
+        keys = {key: value for key, value in keys.items() if key not in ENCODERS_LACK}
     if own == "gptneox":
         keys["use_parallel_residual"] = config["use_parallel_residual"]
     if full.get("rope_type") == "linear":
@@ -252,6 +263,8 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found |= state_space_tensors(config, name, found.pop(name))
         if config.get("linear_num_value_heads"):
             found |= delta_net_tensors(config, name, found.pop(name))
+        if kind in ("bert", "xlm-roberta"):
+            found |= encoder_tensors(config, name, found.pop(name))
         if name.endswith("shared_expert_gate.weight"):
             found[name] = values[0]
         if name.endswith("conv.conv.weight"):

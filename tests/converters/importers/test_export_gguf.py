@@ -62,7 +62,9 @@ def test_blocks_come_back_byte_for_byte(number: int) -> None:
         return
     # Five digits in a byte: the same numbers in the other ternary type.
     assert held.name == "TQ2_0"
-    bits = (gguf.dequantize(each, kind).view(np.uint32) for each, kind in ((written, Type.TQ2_0), (raw.reshape(5, -1), Type.TQ1_0)))
+    bits = (
+        gguf.dequantize(each, kind).view(np.uint32) for each, kind in ((written, Type.TQ2_0), (raw.reshape(5, -1), Type.TQ1_0))
+    )
     assert np.array_equal(*bits)
 
 

@@ -270,8 +270,8 @@ SPECIAL = SENTENCE_PIECE["tokenizer.ggml.token_type"]
     [
         (
             "byte-level",
-            {"model": "bert"},
-            "model is 'bert'; supported: gpt2, llama, gemma4, t5; edgeq convert --tokenizer DIR takes the",
+            {"model": "rwkv"},
+            "model is 'rwkv'; supported: gpt2, llama, gemma4, t5, bert; edgeq convert --tokenizer DIR takes the",
         ),
         ("byte-level", {"model": ["gpt2"]}, "model is .'gpt2'.; supported"),
         ("byte-level", {"pre": "falcon"}, "pre is 'falcon', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),

@@ -1,0 +1,1 @@
+"""Settings of architectures of llama.cpp that are no decoders of the Llama line."""
