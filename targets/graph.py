@@ -215,7 +215,7 @@ class Attention(Operation):
 
     span     -1, causal: slots 0 ... its own, with a `window` above 0 the last that many; else which kind of `Rows.spans`
     cache    index of the layer in `Graph.cache`
-    sinks    array [heads]: scores whose shares of the softmax go nowhere (gpt-oss); None: there are none
+    sinks    array [heads]: scores whose shares go nowhere (gpt-oss);  cap: scores z become cap tanh(z / cap) (Gemma 2)
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
     Where all scores of a query are -1e30 or less, its result is NaN.
@@ -232,6 +232,7 @@ class Attention(Operation):
     cache: int
     span: int = -1
     sinks: ArrayRef | None = None
+    cap: float | None = None
 
 
 Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu"]
@@ -332,8 +333,7 @@ class Select(Operation):
 class CacheSpec:
     """What the cache holds of a layer, for each position.
 
-    kv_heads    keys, and values
-    head_dim    numbers of a key;  value_dim: of a value
+    kv_heads    keys, and values;  head_dim: numbers of a key;  value_dim: of a value
     window      a row sees no slot but its own and those right before it, this many together; None: it may see all
     """
 

@@ -115,6 +115,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 48, "rms_norm_eps": 3e-5, "rope_theta": 20000.0, "hidden_act": "gelu"}),
+    "gemma2": (
+        "Gemma2",
+        {"num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 20, "sliding_window": 24, "rms_norm_eps": 3e-5}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0, "rope_theta": 20000.0},
+    ),
     "gemma3": (
         "Gemma3",
         {"num_hidden_layers": 3, "head_dim": 64, "query_pre_attn_scalar": 48, "sliding_window": 24}
@@ -325,7 +331,7 @@ CONFIGS = {
 MODELS = {"GPT2": "GPT2LMHeadModel"}
 TOKENIZERS = {"Qwen2": "Qwen2Tokenizer", "Qwen3_5Moe": "Qwen3_5Tokenizer"}
 NORM_NAMES = ("norm", "ln_")
-ABOVE_ONE = ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
+ABOVE_ONE = ("Gemma", "Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 
 Checkpoint = Callable[..., Path]
 

@@ -56,6 +56,7 @@ class TorchAttention(nn.Module):
         self.k_norm = Norm(config, of_keys) if config.qk_norm and not shared else None
         self.norm_kind, self.value_eps = config.qk_norm_kind, config.rms_norm_eps if config.value_norm else None
         self.sinks = Gain(config.num_attention_heads) if config.attention_sinks else None
+        self.cap = config.attn_logit_softcapping
 
     def forward(
         self,
@@ -68,14 +69,27 @@ class TorchAttention(nn.Module):
         queries, keys, values = self._heads(hidden_states, position_embeddings, kept)
         if self.sinks is not None:
             keys, values, attention_mask = self._with_sinks(self.sinks.weight, keys, values, attention_mask)
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
-        )
+        if self.cap is None:
+            attended = functional.scaled_dot_product_attention(
+                queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
+            )
+        else:
+            attended = self._capped(queries, keys, values, attention_mask)
         attended = attended.transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             attended = attended * self.gate_proj(hidden_states).sigmoid()
         result: Tensor = self.o_proj(attended)
         return result
+
+    def _capped(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention whose scores z are cap tanh(z / cap)."""
+        scores = self._capped_scores(queries.unflatten(1, (keys.shape[1], -1)) @ keys[:, :, None].mT * self.scale)
+        if mask is not None:
+            scores.masked_fill_(~mask[:, :, None], -torch.inf)
+        return (scores.softmax(-1) @ values[:, :, None]).flatten(1, 2)
+
+    def _capped_scores(self, scores: Tensor) -> Tensor:
+        return scores if self.cap is None else (scores / self.cap).tanh() * self.cap
 
     def received(
         self,
@@ -96,7 +110,7 @@ class TorchAttention(nn.Module):
             for span in torch.arange(tokens).split(at_once):
                 some = slice(int(span[0]), int(span[-1]) + 1)
                 # [kv_heads, heads of one, some of the queries, tokens]
-                scores = q[:, some].unflatten(0, (len(k), -1)) @ k[:, None].mT * self.scale
+                scores = self._capped_scores(q[:, some].unflatten(0, (len(k), -1)) @ k[:, None].mT * self.scale)
                 if attention_mask is not None:
                     scores.masked_fill_(~attention_mask[0, :, some], -torch.inf)
                 if self.sinks is not None:

@@ -66,6 +66,7 @@ class Stack:
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     attention_sinks         each head has a score of its own in every softmax, whose share goes nowhere (gpt-oss)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
+    attn_logit_softcapping   scores z become it * tanh(z / it); None: they stay (Gemma 2)
     global_head_dim, num_global_key_value_heads   of layers without a sliding window, in place of head_dim and
                             num_key_value_heads; 0: these (Gemma 4)
     attention_k_eq_v        in layers without a sliding window the values are the keys before their norm and rotation (Gemma 4)
@@ -132,6 +133,7 @@ class Stack:
     experts_beside_mlp: bool = False
     ssd: StateSpace | None = None
     shared_expert_gate: bool = True
+    attn_logit_softcapping: float | None = None
 
     prefix: ClassVar[str] = ""
 
@@ -161,6 +163,10 @@ class Stack:
         check_positive("rms_norm_eps", self.rms_norm_eps)
         if self.query_pre_attn_scalar is not None:
             check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
+        if self.attn_logit_softcapping is not None:
+            check_positive("attn_logit_softcapping", self.attn_logit_softcapping)
+            if self.attention_sinks:
+                raise UnsupportedError("attn_logit_softcapping beside attention_sinks is not supported")
         self._check_experts()
         self._check_norms()
         if len(self.sliding_windows) not in (0, self.num_hidden_layers):

@@ -75,7 +75,7 @@ def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> 
             operations += ssd_block(metadata, config, layer, 2 * config.ssd_layers.index(layer), select=last and alone)
         if config.attends(layer):
             cache = 0 if config.bidirectional else cached.index(config.cache_layer(layer))
-            span = config.ranges.index(config.window(layer)) if config.bidirectional else -1
+            span = config.ranges.index(config.window(layer)) if config.ranges else -1
             operations += attention_block(metadata, config, layer, context, cache=cache, span=span, select=last)
         operations += mlp_block(metadata, config, layer)
         if config.hidden_size_per_layer_input:
@@ -255,8 +255,8 @@ def attention_block(
         rows = ("row_context",) if config.hidden_size_per_layer_input else ()
         yield Select(layer, ("x", qkv, *((mlp_input(config, layer),) if config.parallel else ()), *rows))
     scale, window = config.attention_scale(layer), config.window(layer) if span < 0 else 0
-    sinks = arrays.get(f"{p}sinks")
-    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks)
+    sinks, cap = arrays.get(f"{p}sinks"), config.attn_logit_softcapping
+    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks, cap)
     if config.attention_gate:
         yield Gate(layer, attended, qkv, v + shape.kv_size, shape.query_size)
     yield from residual(metadata, config, layer, attended, f"{p}o", f"{p}post_attention_norm")

@@ -160,6 +160,8 @@ def attention(context: RunContext, op: Attention, rows: Rows, state: State) -> N
         keys, values = (np.concatenate(part, axis=1)[:, start : start + end - first] for part in zip(*pages, strict=True))
         q = queries[r].reshape(op.kv_heads, -1, op.head_dim)
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
+        if op.cap is not None:
+            scores = np.tanh(scores / np.float32(op.cap)) * np.float32(op.cap)
         if op.sinks is not None:
             sinks = np.broadcast_to(context.array(op.sinks).reshape(op.kv_heads, -1, 1), (*scores.shape[:2], 1))
             scores = np.concatenate([scores, sinks], axis=2)

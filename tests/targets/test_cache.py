@@ -39,6 +39,7 @@ class Heads:
     dim: int = 64
     window: int = 0
     sinks: tuple[float, ...] = ()
+    cap: float | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -55,11 +56,12 @@ class Heads:
         """Attention over what `changes` make of x, the result as logits."""
         q, k = self.widths
         sinks = arrays.add(np.array(self.sinks, np.float32), "f32") if self.sinks else None
+        scale, more = self.dim**-0.5, {"sinks": sinks, "cap": self.cap}
         operations = (
             Embed(-1, arrays.add(x.astype(np.float32), "f32"), "x"),
             *changes,
             CacheWrite(1, "x", q, q + k, self.kv_heads, self.dim, cache=1),
-            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, self.dim**-0.5, self.window, 1, sinks=sinks),
+            Attention(1, "x", 0, "a", self.heads, self.kv_heads, self.dim, scale, self.window, 1, **more),
             Select(-1, ("a",)),
             Linear(-1, "a", identity(arrays, q), "y"),
         )
@@ -382,4 +384,26 @@ def test_a_sink_takes_its_share_and_gives_nothing(isa, kv, window):
             weights = np.exp(scores - scores.max())
             total = weights.sum() + np.exp(shape.sinks[head] - scores.max())
             wanted = weights @ values[first : row + 1, head // 3] / total
+            assert np.abs(y[row, 64 * head : 64 * head + 64] - wanted).max() < 2e-4, (row, head)
+
+
+@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("cap", [0.5, 40.0])
+def test_scores_are_capped_before_the_softmax(cap: float, kv: KvCodec) -> None:
+    """Some far above the cap, most below."""
+    shape, arrays = Heads(heads=6, window=24, cap=cap), Arrays()
+    positions, (q, k) = 90, shape.widths
+    x = shape.numbers(positions)
+    graph = shape.graph(arrays, x)
+    oracle, y = run("reference", graph, arrays, positions, kv), run("cpu", graph, arrays, positions, kv)
+    assert np.abs(y - oracle).max() < 2e-4
+    assert np.array_equal(run("cpu", graph, arrays, positions, kv, [7, 1, 64, 18]), y)
+    if kv == F16:
+        keys, values = (cached(x[:, at : at + k].reshape(-1, 2, 64), kv, keys) for at, keys in ((q, True), (q + k, False)))
+        for row, head in ((50, 2), (89, 4)):
+            first = max(0, row + 1 - 24)
+            scores = keys[first : row + 1, head // 3] @ x[row, 64 * head : 64 * head + 64].astype(np.float64) / 8
+            assert (np.abs(scores).max() > 2 * cap) == (cap < 1)
+            weights = np.exp(cap * np.tanh(scores / cap))
+            wanted = weights @ values[first : row + 1, head // 3] / weights.sum()
             assert np.abs(y[row, 64 * head : 64 * head + 64] - wanted).max() < 2e-4, (row, head)

@@ -149,7 +149,8 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
     args = attention.AttentionArgs(
         **_cache_args(context, o, o.heads), q_offset=4 * o.q_offset, out=out, out_stride=stride,
         window=o.window, spans=context.spans(o.span), span_stride=context.span_stride,
-        scale=o.scale, sinks=context.memory.floats(o.sinks) if o.sinks else 0, scratch=states, state_bytes=state_bytes,
+        scale=o.scale, sinks=context.memory.floats(o.sinks) if o.sinks else 0, cap=o.cap or 0.0,
+        scratch=states, state_bytes=state_bytes,
     )  # fmt: skip
     context.emit(function, args, parts=o.kv_heads, parts_a_thread=FINER * PARTS_A_THREAD)
     context.invalidate(o.out)
@@ -157,7 +158,14 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
 
 def _bf16_unit(context: Context, o: op.Attention) -> int | None:
     """What multiplies bf16 for rows that see ranges of an f16 cache; None: nothing does, or mode a16 forbids it."""
-    if o.span < 0 or o.sinks or context.options.kv.kind != "f16" or context.mode(o) == "a16" or not bf16_panel.COMPILES:
+    if (
+        o.span < 0
+        or o.sinks
+        or o.cap
+        or context.options.kv.kind != "f16"
+        or context.mode(o) == "a16"
+        or not bf16_panel.COMPILES
+    ):
         return None
     if context.isa.matrix_unit:
         return bf16_panel.MATRIX_UNIT

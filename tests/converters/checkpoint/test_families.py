@@ -44,7 +44,7 @@ FAMILIES += ("cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel", "s
 FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
 FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "gpt_oss")
 FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe", "granite_hybrid", "granite_hybrid_moe")
-FAMILIES += ("falcon_h1", "falcon_h1_norm", "falcon_h1_gate")
+FAMILIES += ("falcon_h1", "falcon_h1_norm", "falcon_h1_gate", "gemma", "gemma2")
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -105,6 +105,17 @@ def test_gemma3_reads_the_rope_of_its_old_configurations() -> None:
     assert config.embedding_multiplier == math.sqrt(32) and config.hidden_act == "gelu_pytorch_tanh"
     assert config.head_dim == 256 and config.attention_scale(0) == 256**-0.5
     assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_the_first_gemmas_are_read_as_transformers_reads_them() -> None:
+    first, second = config_of("GemmaForCausalLM", hidden_act="gelu"), config_of("Gemma2ForCausalLM", sliding_window=12)
+    assert first.hidden_act == second.hidden_act == "gelu_pytorch_tanh" and first.head_dim == 256
+    assert first.embedding_multiplier == second.embedding_multiplier == math.sqrt(32) and not first.sliding_windows
+    assert second.sliding_windows == (12, 0) * 4 and second.post_norms and not first.post_norms
+    assert (second.attn_logit_softcapping, second.final_logit_softcapping) == (50.0, 30.0)
+    uncapped = config_of("Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert uncapped.attn_logit_softcapping is None and "softcapping" not in uncapped.to_json()
+    assert ModelConfig.from_json(second.to_json()) == second
 
 
 def test_lfm2_has_convolutions_where_its_types_or_its_list_say() -> None:

@@ -35,6 +35,7 @@ from edgeq.targets.cpu.kernels.attention.attention_state import (
     VECTOR_BYTES,
     CachePage,
     Head,
+    cap_scores,
     raise_largest,
     store_query,
     total_weight,
@@ -48,6 +49,7 @@ class AttentionArgs(CacheArgs):
     spans          else: int32 per row the first slot that it sees; `span_stride` bytes later, the one after the last
     scale          of the softmax
     sinks          f32 [heads]: scores whose shares go nowhere, or 0
+    cap            scores z become cap tanh(z / cap), or 0: they stay
     scratch        ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread
     """
 
@@ -59,6 +61,7 @@ class AttentionArgs(CacheArgs):
     span_stride = nbytes(0)
     scale = float32()
     sinks = pointer(0)
+    cap = float32(0.0)
     scratch = pointer()
     state_bytes = nbytes()
 
@@ -168,6 +171,8 @@ def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
                         begin, end = visible_range(begin_slot, slot + q // shared * advance + 1, window, start)
                         if sees(begin, end):
                             scores_from_codes(head, page, state)
+                            if args.cap > 0:
+                                cap_scores(state, args.cap)
                             raise_largest(state, begin, end)
                         else:
                             vstore(state + DECAY, vsplat(1.0))

@@ -11,7 +11,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgeq.targets.cpu.jit.deferred import inline
-from edgeq.targets.cpu.jit.simd import get_f32, put_f32, vexp, vkeep, vload, vmax, vmaximum, vmul, vsplat, vstore, vsum
+from edgeq.targets.cpu.jit.simd import (
+    get_f32,
+    put_f32,
+    vadd,
+    vdiv,
+    vexp,
+    vkeep,
+    vload,
+    vmax,
+    vmaximum,
+    vmul,
+    vsplat,
+    vstore,
+    vsum,
+)
 from edgeq.targets.cpu.kernels.attention.kv_layout import POSITIONS
 
 VECTOR_BYTES = 64
@@ -63,6 +77,15 @@ class CacheFunctions(NamedTuple):
     scale_weights: Any
     accumulate: Any
     end: Any
+
+
+@inline
+def cap_scores(state, cap):
+    """Scores z become cap tanh(z / cap); tanh u is 2 / (1 + exp(-2 u)) - 1."""
+    inner, outer, less = vsplat(np.float32(-2.0) / cap), vsplat(np.float32(2.0) * cap), vsplat(-cap)
+    for i in range(0, SCORES_BYTES, VECTOR_BYTES):
+        grown = vadd(vsplat(1.0), vexp(vmul(vload(state + i), inner)))
+        vstore(state + i, vadd(vdiv(outer, grown), less))
 
 
 @inline
