@@ -134,8 +134,31 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False,
     },
 }
+# Prompts that are one run, so apart from the others.
+WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
+    "paligemma": {
+        "kind": "PaliGemma",
+        "text": {"model_type": "gemma", "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 20, "rms_norm_eps": 3e-5, "rope_theta": 5000.0},
+        "vision": {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "hidden_size": 144, "num_attention_heads": 2}
+        | {"intermediate_size": 84, "patch_size": 7, "image_size": 33, "layer_norm_eps": 3e-5, "vision_use_head": False},
+        "outside": {"projection_dim": 72},
+        "tied": True,
+    },
+    # A window shorter than the prompt, which there sees itself all the same.
+    "paligemma2": {
+        "kind": "PaliGemma",
+        "text": {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 1, "head_dim": 24, "sliding_window": 9, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
+        "vision": {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 3}
+        | {"intermediate_size": 100, "patch_size": 6, "image_size": 24, "vision_use_head": False},
+        "outside": {"projection_dim": 64},
+        "tied": True,
+    },
+}
 TILED = ("SmolVLM", "Idefics3")
-ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe")
+ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe", "PaliGemma")
 PROCESSORS = {
     "clip_vision_model": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 0}, "crop_size": 0},
     "siglip_vision_model": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 0, "width": 0}},
@@ -149,14 +172,14 @@ def build(folder: Path, name: str) -> Path:
     from tokenizers import Tokenizer
 
     torch.set_num_threads(1)
-    settings = MODELS[name]
+    settings = (MODELS | WHOLE_PROMPTS)[name]
     kind = settings.get("kind", "Qwen2VL")
     text, vision = {**COMMON, **settings["text"]}, {**settings["vision"], "initializer_range": 0.1}
     outside: dict[str, Any] = {"image_token_id": IMAGE, **settings.get("outside", {})}
     if "rope" in settings:
         text["rope_parameters"] = settings["rope"]
         vision = {"hidden_size": text["hidden_size"], **vision, "spatial_merge_size": 2}
-    if kind == "Llava":
+    if kind in ("Llava", "PaliGemma"):
         outside["image_token_index"] = outside.pop("image_token_id")
         text["tie_word_embeddings"] = settings["tied"]
     config = getattr(transformers, f"{kind}Config")(
@@ -184,7 +207,11 @@ def build(folder: Path, name: str) -> Path:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TRAINED / file, folder / file)
-    if kind in ABOVE_ONE:
+    if kind == "PaliGemma":
+        (folder / "chat_template.jinja").unlink()
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / file).write_text((folder / file).read_text().replace("<|image_pad|>", "<image>"))
+    if kind in ("Qwen3_5", "Qwen3_5Moe"):
         # transformers puts its own pre-tokenizer into this family's tokenizers, as tokenizer.json of the real ones has it.
         transformers.Qwen3_5Tokenizer.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
     if kind in TILED:
@@ -216,7 +243,7 @@ def reference(folder: Path) -> Any:
     from transformers import AutoModelForImageTextToText
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import eager_attention_forward
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     def rounded(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **settings: Any) -> Any:
         # Some towers do not say that every head has its own keys.

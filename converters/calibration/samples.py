@@ -107,6 +107,11 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     vision = config.vision
     if vision is None:
         raise InputError(f"--calibration {folder}: a folder of pictures, and this model reads text alone; give a text file")
+    if config.bidirectional_prompt:
+        raise UnsupportedError(
+            f"--calibration {folder}: in a prompt of this model ({config.model_type}) tokens see those after them, through "
+            "which no pictures are calibrated yet; calibrate with a text"
+        )
     lines = _lines(folder / FILE)
     count = min(most or MAX_SAMPLES, len(lines))
     chosen = [lines[i * len(lines) // count] for i in range(count)]

@@ -37,13 +37,19 @@ class TextAssets:
 
 
 def read_text(
-    source: CheckpointSource, vocab_size: int, prompts: dict[str, object] | None = None, *, pairs: bool = False
+    source: CheckpointSource,
+    vocab_size: int,
+    prompts: dict[str, object] | None = None,
+    *,
+    pairs: bool = False,
+    template: str = "",
 ) -> TextAssets:
     """The tokenizer, the chat template and the defaults of generation in the checkpoint.
 
     prompts   entries of `generation` of a model that embeds texts, which transformers may also end with a token; None: of one
               that continues them
     pairs     the model reads pairs of texts
+    template  the chat template where the checkpoint has none; empty: there is none
 
     UnsupportedError: a tokenizer that `tokenizers` cannot load or that transformers runs differently; its class is named.
     CheckpointError: more tokens than the embedding has rows; token ids, defaults of sampling or a template that cannot be used.
@@ -79,11 +85,11 @@ def read_text(
         check_generation(generation)
     except FormatError as error:
         raise CheckpointError(f"{folder}: generation_config.json or config.json: {error}; correct it there") from None
-    template = _chat_template(folder, settings)
-    _check_template(folder, template)
+    found = _chat_template(folder, settings) or template.encode()
+    _check_template(folder, found)
     blobs = {"tokenizer.json": data}
-    if template:
-        blobs["chat_template"] = template
+    if found:
+        blobs["chat_template"] = found
     return TextAssets(blobs, generation)
 
 

@@ -192,6 +192,7 @@ class FamilyDescription:
     headless   it embeds texts, whatever its name ends in: there is a pooling
     scores     of a reranker: what makes a score of the states of a pair of texts
     variants   the same architecture around another decoder: its description by the configuration
+    template   the chat template of checkpoints that have none: how transformers' processor makes a prompt
     drafts     whether a checkpoint with these keys and tensors has a layer that drafts tokens, whose `sources` are known; None:
                none has
     """
@@ -214,6 +215,7 @@ class FamilyDescription:
     headless: bool = False
     scores: Callable[[Values], Pooling] | None = None
     variants: Callable[[Values], FamilyDescription] | None = None
+    template: str = ""
     drafts: Callable[[Values, Container[str]], bool] | None = None
 
 

@@ -28,6 +28,7 @@ from edgeq.converters.families.state_spaces.falcon_h1 import FALCON_H1
 from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
+from edgeq.converters.families.vision.paligemma import PALIGEMMA
 from edgeq.converters.families.vision.qwen3_5 import QWEN_3_5_VL_FAMILIES
 from edgeq.converters.families.vision.qwen3_vl import QWEN3_VL
 from edgeq.converters.families.vision.qwen_vl import QWEN_VL_FAMILIES
@@ -42,7 +43,15 @@ TEXT_FAMILIES = (
     GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, *QWEN_NEXT_FAMILIES,
     *GEMMA_4_FAMILIES, *BERT_FAMILIES, MODERNBERT,
 )  # fmt: skip
-DESCRIPTIONS = (*TEXT_FAMILIES, *QWEN_VL_FAMILIES, QWEN3_VL, *QWEN_3_5_VL_FAMILIES, *IDEFICS_FAMILIES, *LLAVA_FAMILIES)
+DESCRIPTIONS = (
+    *TEXT_FAMILIES,
+    *QWEN_VL_FAMILIES,
+    QWEN3_VL,
+    *QWEN_3_5_VL_FAMILIES,
+    *IDEFICS_FAMILIES,
+    *LLAVA_FAMILIES,
+    PALIGEMMA,
+)
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 TILES = (
     "cuts pictures into tiles in a way of its own; supported instead: LLaVA-1.5 (LlavaForConditionalGeneration), SmolVLM, "

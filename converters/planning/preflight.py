@@ -72,7 +72,8 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
             # Refuses what could not be run.
             frequencies(rope, size)
     prompts = embeds.prompts if embeds else {} if config.pooling else None
-    text = read_text(source, config.vocab_size, prompts, pairs=config.pooling is not None and config.pooling.ranks)
+    pairs, template = config.pooling is not None and config.pooling.ranks, family.description.template
+    text = read_text(source, config.vocab_size, prompts, pairs=pairs, template=template)
     if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
     # Checked against the parts of the model when they are known.

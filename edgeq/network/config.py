@@ -235,12 +235,14 @@ class ModelConfig(Stack):
     """A decoder: Llama, and the families that differ from it by a few settings.
 
     embedding_multiplier    factor of token embeddings, not of the tied head (Gemma 3)
-    final_logit_softcapping   logits z become it * tanh(z / it); None: they stay (Gemma 4)
+    final_logit_softcapping   logits z become it * tanh(z / it); None: they stay (Gemma 2 and 4)
     vision                  the tower and projector that give it pictures; None: it reads text alone
     pooling                 it has no head and embeds texts; None: it continues them
     segments                tables of learned positions, one after another: tokens of the second text of a pair have theirs in
                             the second one (BERT)
     bidirectional           tokens see those after them too; a sliding window reaches as far on both sides (EmbeddingGemma)
+    bidirectional_prompt    tokens of a prompt see each other both ways, whatever the window; those after it see what is before
+                            them (PaliGemma)
     draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
     """
 
@@ -255,10 +257,12 @@ class ModelConfig(Stack):
     bidirectional: bool = False
     segments: int = 1
     draft_layers: int = 0
+    bidirectional_prompt: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag("bidirectional", self.bidirectional)
+        check_flag("bidirectional_prompt", self.bidirectional_prompt)
         learned = self.rope.kind == "learned" and self.bidirectional
         check_integer("segments", self.segments, 1, MAX_SEGMENTS if learned else 1)
         if type(self.model_type) is not str or len(self.model_type) > 64:
@@ -310,6 +314,11 @@ class ModelConfig(Stack):
             raise UnsupportedError("pooling that ranks without bidirectional is not supported")
         if self.pooling is not None and self.pooling.kind == "cls" and not self.bidirectional:
             raise FormatError("config pooling is cls without bidirectional: the first token sees nothing of a text")
+        if self.bidirectional_prompt and (self.pooling or self.state_layers or self.draft_layers or not self.alike):
+            raise UnsupportedError(
+                "bidirectional_prompt beside pooling, layers with a state, draft_layers or heads of several shapes is not "
+                "supported"
+            )
         self._check_draft()
 
     def _check_draft(self) -> None:
@@ -333,9 +342,10 @@ class ModelConfig(Stack):
 
     @property
     def ranges(self) -> tuple[int, ...]:
-        """Sliding windows that layers have, 0 for none, each once, where tokens see both ways; else empty."""
+        """Sliding windows that layers have, 0 for none, each once, where tokens, or those of a prompt, see both ways; else
+        empty."""
         windows = {self.window(layer) for layer in range(self.num_hidden_layers)}
-        return tuple(sorted(windows)) if self.bidirectional else ()
+        return tuple(sorted(windows)) if self.bidirectional or self.bidirectional_prompt else ()
 
     def record(self) -> dict[str, Any]:
         found = stack_record(self) | ({"vision": stack_record(self.vision)} if self.vision else {})

@@ -44,7 +44,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", "_valid_processor_keys", "do_convert_rgb",
            "auto_map", "data_format", "input_data_format", "device", "return_tensors", "default_to_square",
            "disable_grouping", "num_frames", "max_frames", "min_frames", "fps", "video_sampling",
-           "return_row_col_info")  # fmt: skip
+           "return_row_col_info", "image_seq_length")  # fmt: skip
 """Keys without influence on the pixels of a picture: it is always converted to RGB."""
 NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False}
 SIZES = {"patch_size", "temporal_patch_size", "merge_size"}

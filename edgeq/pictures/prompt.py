@@ -60,18 +60,21 @@ class Prompt:
     """tokens     those of pictures are in it
     pictures   in their order, of those that are cut their tiles;  places: theirs, ascending
     second     index of the token with which the second text of a pair begins; 0: there is none, or no token says so
+    drawn      tokens at the end that are an answer's, which is read again
     """
 
     tokens: list[int]
     pictures: tuple[Picture, ...] = ()
     places: tuple[PicturePlace, ...] = ()
     second: int = 0
+    drawn: int = 0
 
     def after(self, count: int) -> Prompt:
         """What is left to run where the first `count` tokens are in a cache."""
         left = [i for i, place in enumerate(self.places) if place.end > count]
         places = tuple(replace(self.places[i], start=self.places[i].start - count) for i in left)
-        return Prompt(self.tokens[count:], tuple(self.pictures[i] for i in left), places)
+        pictures, drawn = tuple(self.pictures[i] for i in left), min(self.drawn, len(self.tokens) - count)
+        return Prompt(self.tokens[count:], pictures, places, drawn=drawn)
 
     @property
     def nbytes(self) -> int:

@@ -98,7 +98,8 @@ class ChatTemplate:
                 if index not in plain:
                     plain[index] = self._text.encode_plain(self._literals[index])
                 tokens += plain[index]
-        begins = self._sees and self._text.bos is not None and self._text.encode("")[:1] == [self._text.bos] != tokens[:1]
+        bos = self._text.bos
+        begins = self._sees and bos is not None and self._text.encode("")[:1] == [bos] and bos not in tokens
         return [*self._text.encode("")[:1], *tokens] if begins else tokens
 
     @cached_property

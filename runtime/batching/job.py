@@ -127,7 +127,10 @@ class RunningText:
     def unread(self) -> Prompt:
         """What a session reads before the text goes on: all but the last token, once there is one that was drawn."""
         prompt = self.ticket.job.prompt
-        return replace(prompt, tokens=self.running.tokens[:-1]) if self.drawn else prompt
+        if not self.drawn:
+            return prompt
+        tokens = self.running.tokens[:-1]
+        return replace(prompt, tokens=tokens, drawn=len(tokens) - len(prompt.tokens))
 
     @property
     def reason(self) -> FinishReason | None:

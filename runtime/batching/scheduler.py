@@ -69,8 +69,10 @@ class Scheduler(BaseScheduler):
         options = model.program.options
         self._model, self._seats = model, integer("seats", seats, 1, min(options.max_logits, options.max_rows))
         self._step_seconds, self._speculator = step_seconds, speculator
-        # Sums of what a session reads belong to it, and cannot be taken over with pages.
-        self._shared = SharedPages(model, pages, shares_prefixes and not model.requantization, store)
+        # Sums of what a session reads belong to it, and cannot be taken over with pages; tokens of a prompt that sees both ways
+        # depend on those after them.
+        apart = model.requantization or model.config.bidirectional_prompt
+        self._shared = SharedPages(model, pages, shares_prefixes and not apart, store)
         self._most_waiting = queue
         self._texts: list[RunningText] = []  # those that have a seat, in the order in which they came
         self._turn, self._budget, self._decode_seconds = 0, 0, 0.0
@@ -223,18 +225,18 @@ class Scheduler(BaseScheduler):
         if self._model.requantization:
             # Its inputs are summed, which a run does for one session.
             readers, decoding = readers[:1], []
-        if options.max_rows - len(decoding) < tile:
+        chunks = [text.chunks for text in readers if text.chunks]
+        if options.max_rows - len(decoding) < max(tile, chunks[0].least):
             decoding = []
         alone = not decoding and len(readers) == 1 and not self._model.requantization
         seconds = max(CHUNK_SECONDS if alone else self._step_seconds, HEADROOM * self._decode_seconds)
         rows = self._model.prefill_rate.rows(seconds) - len(decoding)
         left = self._budget = min(max(MIN_TILES * tile, rows // tile * tile), options.max_rows - len(decoding))
         plan = list[tuple[RunningText, int]]()
-        for text in readers:
-            if left < tile and plan:
+        for text, each in zip(readers, chunks, strict=True):
+            if left < max(tile, each.least) and plan:
                 break
-            assert text.chunks is not None
-            plan.append((text, min(left, text.chunks.left)))
+            plan.append((text, max(min(left, each.left), each.least)))
             left -= plan[-1][1]
         return [(text, count) for text, count in plan if count], decoding
 

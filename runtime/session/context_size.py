@@ -23,6 +23,10 @@ MAX_ROWS = 1024
 """Rows of a run, at most, where that is left to a target."""
 
 
+WHOLE_PROMPT = 1024
+"""Positions beside those of a picture, of a context that nobody chose, where a prompt is one run."""
+
+
 def cache_bytes(graph: Graph, options: Options, positions: int) -> int:
     """Bytes of the cache of a session with so many positions, in whole pages, and of its states.
 
@@ -88,10 +92,14 @@ def choose_context(room: MemoryNeed, size: Callable[[int], int], limit: int, con
 
 
 def whole_texts(config: ModelConfig, options: Options, context: int | None) -> tuple[Options, int | None]:
-    """Options and context of a model: where it sees a text in both directions, a run has room for all of one."""
-    if not config.bidirectional:
+    """Options and context of a model: where it sees a text, or a prompt, in both directions, a run has room for all of one."""
+    if not config.ranges:
         return options, context
-    longest = min(config.max_position_embeddings, DEFAULT_CONTEXT) if context is None else context
+    usual = DEFAULT_CONTEXT
+    if config.bidirectional_prompt:
+        # Buffers for as many rows as have no picture would be most of what it takes.
+        usual = WHOLE_PROMPT + (config.vision.most_tokens if config.vision else 0)
+    longest = min(config.max_position_embeddings, usual) if context is None else context
     rows = max(options.max_rows or CHUNK_ROWS, longest)
     means = config.pooling is not None and config.pooling.kind == "mean"
     return replace(options, max_rows=rows, max_logits=rows if means else min(options.max_logits, rows)), longest

@@ -68,7 +68,7 @@ class Runnable(Protocol):
 
     def largest_of(self, rows: Rows, count: int, ahead: bool) -> Largest: ...
 
-    def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...]) -> None: ...
+    def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...], whole: bool) -> None: ...
 
 
 class BatchItem(NamedTuple):
@@ -77,6 +77,7 @@ class BatchItem(NamedTuple):
     places    of all pictures that the session has from then on; empty: of those that it has already
     vectors   float32 [V, width] that tokens of pictures bring, and which each token brings, int32; -1: none
     second    index of the token with which the second text of a pair begins; 0: there is none
+    whole     the tokens are a text, or a prompt, in which each sees all of them, where the model reads some so
     """
 
     session: Runnable
@@ -85,12 +86,14 @@ class BatchItem(NamedTuple):
     places: tuple[PicturePlace, ...] = ()
     vectors: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None
     second: int = 0
+    whole: bool = False
 
 
 class Chunks:
     """A prompt on its way into a session, in pieces whose lengths the caller chooses.
 
-    left   tokens that have not been run;  sees: pictures are among them
+    left    tokens that have not been run;  sees: pictures are among them
+    least   tokens of the next piece, at least: what sees both ways is not cut
     """
 
     def __init__(self, session: Runnable, tokens: Sequence[int] | Prompt) -> None:
@@ -101,14 +104,20 @@ class Chunks:
         self._seen = session.features(tokens) if isinstance(tokens, Prompt) else None
         self._second = tokens.second if isinstance(tokens, Prompt) else 0
         self.left = len(self._tokens)
+        self.least = 1
+        if session.whole is not None and not self._begun:
+            self.least = self.left - (tokens.drawn if isinstance(tokens, Prompt) else 0)
 
     @property
     def sees(self) -> bool:
         return self._seen is not None
 
     def next(self, most: int) -> BatchItem:
-        """The next tokens, at most `most`, which have to run before more are taken; the logits after the last are wanted."""
+        """The next tokens, at most `most` but for `least`, which have to run before more are taken; the logits after the last
+        are wanted."""
         done, seen = len(self._tokens) - self.left, self._seen
+        whole = self._session.whole is not None and self._begun + done == 0
+        most, self.least = self.least if whole else most, 1
         chunk, vectors = self._tokens[done : done + most], None
         if seen:
             before = seen.seconds
@@ -116,7 +125,7 @@ class Chunks:
             self._session.vision_s += seen.seconds - before
         self.left -= len(chunk)
         wanted, places = [] if self.left else [len(chunk) - 1], seen.places if seen else ()
-        return BatchItem(self._session, chunk, wanted, places, vectors, self._second)
+        return BatchItem(self._session, chunk, wanted, places, vectors, self._second, whole)
 
 
 def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summing: bool = False) -> list[Logits]:
@@ -197,7 +206,7 @@ def _rows_in_turn(items: Sequence[BatchItem]) -> Iterator[Rows]:
         rows = _rows_of(items)
         yield rows.by_modality() if session.row_order == "modality" else rows
         for item in items:
-            item.session.append(item.tokens, item.places)
+            item.session.append(item.tokens, item.places, item.whole)
 
 
 def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
@@ -221,10 +230,17 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
         wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
     )
     if (whole := items[0].session.whole) is not None:
-        if any(held):
-            raise InputError("this model sees a text in both directions: a session holds one, as one run; rewind it to 0")
         lengths = [len(item.tokens) for item in items]
-        rows.spans, rows.positions = whole.spans(lengths), whole.positions(slots, [item.second for item in items], lengths)
+        if whole.goes_on:
+            parts = np.split(slots, np.cumsum(lengths)[:-1])
+            seen = [
+                whole.spans([len(at)]) if item.whole else whole.spans_after(at) for item, at in zip(items, parts, strict=True)
+            ]
+            rows.spans = np.concatenate(seen, axis=2)
+        elif any(held):
+            raise InputError("this model sees a text in both directions: a session holds one, as one run; rewind it to 0")
+        else:
+            rows.spans, rows.positions = whole.spans(lengths), whole.positions(slots, [item.second for item in items], lengths)
     if items[0].session.has_states:
         rows.states = [item.session.state_of_run(len(item.tokens)) for item in items]
     brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]

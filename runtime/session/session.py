@@ -70,7 +70,8 @@ class Session:
     ) -> None:
         """registry   the open sessions of the model, in which forks are entered too
         pictures   how the model sees; None: it reads text alone
-        whole      how it reads texts whose tokens see both ways: a session holds one, which is one run; None: they do not
+        whole      how it reads texts whose tokens see both ways: a session holds one, which is one run, or begins with a prompt
+                   that is one; None: they do not
         drafting   the layer that drafts, over the same pages and states; None: it does not run
         """
         self.context = context
@@ -91,6 +92,8 @@ class Session:
         self._requantizer = requantizer
         self._registry = registry
         self._pictures, self.whole, self._drafting = pictures, whole, drafting
+        # Tokens at its beginning that see each other both ways: none of them can be forgotten alone.
+        self._whole_tokens = 0
         registry.add(self)
 
     def __repr__(self) -> str:
@@ -129,6 +132,7 @@ class Session:
         )  # fmt: skip
         forked.tokens, forked.places, forked.row_order = list(self.tokens), self.places, self.row_order
         forked.logits = None if self.logits is None else self.logits.copy()
+        forked._whole_tokens = self._whole_tokens
         forked._cache = self._cache.fork(len(self.tokens))
         if self._cache.state is not None:
             forked._cache.state = in_turn(self.lock, cast(HoldsStates, program).fork_state)(self._cache.state)
@@ -157,6 +161,8 @@ class Session:
         self._cache = KVCache(self._program.window, self._program.snapshot_pages)
         self.tokens, self.places, self.logits = list(found.tokens), tuple(found.places), None
         self._cache.pages, self._cache.state = list(found.pages), found.state
+        # The file does not say how many they are.
+        self._whole_tokens = len(self.tokens) if self.whole else 0
 
     def _check_saving(self) -> None:
         """UnsupportedError: as `save`."""
@@ -273,7 +279,8 @@ class Session:
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length {length} outside the {len(self.tokens)} tokens of the session")
         if length < len(self.tokens):
-            length = self._cache.rewind(length)
+            length = self._cache.rewind(0 if length < self._whole_tokens else length)
+            self._whole_tokens = min(self._whole_tokens, length)
             del self.tokens[length:]
             self.places, self.logits = cut(self.places, length), None
             if self._requantizer and not length:
@@ -284,10 +291,10 @@ class Session:
         """Forget what differs from `tokens`, pictures included; how many of them need not be run.
 
         At most all but the last: its row has to run to give logits.  With a requantizer it is none where less than half of what
-        was read is kept: its sums cannot forget a part.
+        was read is kept: its sums cannot forget a part.  None too where the tokens of a prompt see those after them.
         """
         shared = common(self.tokens, self.places, tokens if isinstance(tokens, Prompt) else Prompt(list(tokens)))
-        if self._requantizer and not self._requantizer.keeps(shared):
+        if (self.whole and self.whole.goes_on) or (self._requantizer and not self._requantizer.keeps(shared)):
             shared = 0
         return self.rewind(shared)
 
@@ -339,9 +346,10 @@ class Session:
         """Run as `run_rows`; the `count` largest logits of each result, as `FindsLargest.run_largest`."""
         return cast(FindsLargest, self._program).run_largest(rows, count, weights=self.weights, ahead=ahead)
 
-    def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...]) -> None:
-        """Tokens whose keys and values a run has written; `places`: as of BatchItem."""
+    def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...], whole: bool) -> None:
+        """Tokens whose keys and values a run has written; `places`, `whole`: as of BatchItem."""
         self.tokens += [int(t) for t in tokens]
+        self._whole_tokens = len(self.tokens) if whole else self._whole_tokens
         if self.has_states:
             self._cache.end_run()
         if places:

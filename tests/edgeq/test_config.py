@@ -385,6 +385,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "rows of a size that is none": ({"hidden_size_per_layer_input": -1}, FormatError, "hidden_size_per_layer_input is -1"),
     "a cap of nothing": ({"final_logit_softcapping": 0}, FormatError, "final_logit_softcapping is 0"),
+    "a cap of no score": ({"attn_logit_softcapping": -1.0}, FormatError, "attn_logit_softcapping is -1.0"),
+    "a cap beside sinks": (
+        {"attn_logit_softcapping": 5.0, "attention_sinks": True},
+        UnsupportedError,
+        "attn_logit_softcapping beside attention_sinks",
+    ),
+    "a prompt of another kind": ({"bidirectional_prompt": 1}, FormatError, "bidirectional_prompt is 1; expected true or false"),
+    "a prompt beside states": (
+        {"bidirectional_prompt": True, "ssd": SSD},
+        UnsupportedError,
+        "bidirectional_prompt beside pooling, layers with a state",
+    ),
     "a state space of no layer": ({"ssd": SSD | {"layers": []}}, FormatError, "ssd has no layers"),
     "a state space after the last layer": ({"ssd": SSD | {"layers": [2]}}, FormatError, "layers must be .* from 0 to 1"),
     "nothing but a state space": ({"ssd": SSD | {"layers": [0, 1]}}, UnsupportedError, "beside layers of attention"),
