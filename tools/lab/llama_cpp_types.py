@@ -5,13 +5,17 @@
 llama.cpp's own quantizer makes the file, with an importance matrix (mean squares of every linear layer's inputs) of the text
 that edgeq calibrates with.  Its weights are read back, and the checkpoint's network runs with them in float32: what is measured
 is the rounding of the weights alone, not a runtime.  Needs llama-cpp-python and gguf, which edgeq does not depend on.
+
+Most types of llama.cpp hold blocks of 256 weights of a row.  Where rows are no multiple of that, it takes a larger type in
+their place.  `IQ2_M-folded` is IQ2_M with so many rows laid behind one another that they are: what the type itself loses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 
 PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 HEAD = "token_embd.weight"
+FOLDED = "-folded"
+BLOCK = 256
+"""Weights of a row in a block of llama.cpp's larger types, and of all that begin with IQ but IQ4_NL."""
 
 
 def missing() -> list[str]:
@@ -115,13 +122,35 @@ def importance(network: Network, report: Report) -> dict[str, NDArray[np.float32
     return found | {head: squares.numpy().astype(np.float32)}
 
 
-def write_floats(network: Network, path: Path) -> None:
-    """The checkpoint as a GGUF file in float32."""
+def rows_per_block(columns: int) -> int:
+    """The rows of so many columns that have to lie behind one another for a multiple of BLOCK."""
+    return BLOCK // math.gcd(columns, BLOCK)
+
+
+def write_floats(network: Network, path: Path, folded: bool) -> None:
+    """The checkpoint as a GGUF file in float32; `folded`: with `rows_per_block` rows of a matrix as one.
+
+    InputError: the rows of a matrix cannot be folded.
+    """
     writer = new_file(network.config, path)
     for name, (tensor, heads) in names(network).items():
         values = network.checkpoint.whole(tensor)
-        writer.add_tensor(name, interleaved(values, heads) if heads else values)
+        values = interleaved(values, heads) if heads else values
+        if folded and values.ndim == 2:
+            count = rows_per_block(values.shape[1])
+            if len(values) % count:
+                raise InputError(
+                    f"{tensor}: {len(values)} rows of {values.shape[1]} columns; {FOLDED} lays {count} rows behind one another "
+                    f"and needs a multiple of {count} rows: take the type without {FOLDED}"
+                )
+            values = values.reshape(len(values) // count, -1)
+        writer.add_tensor(name, values)
     finish(writer)
+
+
+def folded_inputs(weights: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """An importance matrix for the rows of a folded file."""
+    return {name: np.tile(values, rows_per_block(values.size)) for name, values in weights.items()}
 
 
 def quantize(source: Path, target: Path, kind: str, weights: dict[str, NDArray[np.float32]]) -> None:
@@ -152,13 +181,16 @@ def quantize(source: Path, target: Path, kind: str, weights: dict[str, NDArray[n
 
 
 class ReadBack:
-    """The weights of a GGUF file in float32, under the checkpoint's names: an `edgeq.converters.checkpoint.slabs.Tensors`."""
+    """The weights of a GGUF file in float32, under the checkpoint's names: an `edgeq.converters.checkpoint.slabs.Tensors`.
 
-    def __init__(self, network: Network, path: Path) -> None:
+    columns  of the matrices, by their names in the file
+    """
+
+    def __init__(self, network: Network, path: Path, columns: Mapping[str, int]) -> None:
         self._gguf = import_module("gguf")
         self._tensors = {tensor.name: tensor for tensor in self._gguf.GGUFReader(str(path)).tensors}
         self._places = {tensor: (name, heads) for name, (tensor, heads) in names(network).items()}
-        self._embedding = self._places["model.embed_tokens.weight"][0]
+        self._embedding, self._columns = self._places["model.embed_tokens.weight"][0], columns
 
     def sizes(self) -> Iterator[tuple[str, str, int, int]]:
         """Name, type, bytes and number of weights of every tensor."""
@@ -177,6 +209,8 @@ class ReadBack:
     def whole(self, name: str) -> NDArray[np.float32]:
         place, heads = self._places[name]
         values = self._table if place == self._embedding else self._dequantized(place)
+        if place in self._columns:
+            values = values.reshape(-1, self._columns[place])
         # The order of `interleaved`, undone.
         return values.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape) if heads else values
 
@@ -218,13 +252,17 @@ def measure(source: str, kinds: Sequence[str], texts: Sequence[str], window: int
     windows = {text: cut(documents[text], encode, min(window, scorer.longest), limit) for text in texts}
     rows = []
     with TemporaryDirectory() as folder, progress() as report:
-        floats, quantized = Path(folder, "f32.gguf"), Path(folder, "quantized.gguf")
-        write_floats(network, floats)
+        quantized = Path(folder, "quantized.gguf")
         weights = importance(network, report)
+        columns = {name: values.size for name, values in weights.items()} | {HEAD: network.config.hidden_size}
         references = {text: scorer.predictions(windows[text], report) for text in texts}
         for kind in kinds:
-            quantize(floats, quantized, kind, weights)
-            tensors = ReadBack(network, quantized)
+            folded = kind.endswith(FOLDED)
+            floats = Path(folder, f"f32{FOLDED if folded else ''}.gguf")
+            if not floats.exists():
+                write_floats(network, floats, folded)
+            quantize(floats, quantized, kind.removesuffix(FOLDED), folded_inputs(weights) if folded else weights)
+            tensors = ReadBack(network, quantized, columns)
             row = row_of(kind, network, tensors) | {"file_bytes": quantized.stat().st_size, "texts": {}}
             for text in texts:
                 scores = [score(ReadBackScorer(kind, network, tensors), references[text], windows[text], report, "", {})]
@@ -254,7 +292,7 @@ def row_of(kind: str, network: Network, tensors: ReadBack) -> dict[str, Any]:
 @click.command(cls=Command)
 @click.argument("source", metavar="SRC")
 @click.option(
-    "--type", "kinds", multiple=True, required=True, metavar="NAME", help="A type of llama.cpp, such as Q4_K_M or IQ3_XS."
+    "--type", "kinds", multiple=True, required=True, metavar="NAME", help="A type of llama.cpp, such as Q4_K_M or IQ2_M-folded."
 )
 @click.option("--text", "texts", multiple=True, default=("code",), show_default=True, help="Text, as in edgeq compare.")
 @click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")

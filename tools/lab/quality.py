@@ -316,7 +316,7 @@ def sign_table(result: Json) -> list[str]:
 @click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens per window.")
 @click.option("--limit", type=click.IntRange(2), default=32768, show_default=True, help="Use at most so many tokens of a text.")
 @click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Conversions or comparisons at once.")
-@click.option("--llama-cpp", metavar="TYPE,...", help="Types of llama.cpp as further rows, such as Q2_K,IQ3_XS,Q4_K_M.")
+@click.option("--llama-cpp", metavar="TYPE,...", help="Types of llama.cpp as further rows, such as Q4_K_M,IQ2_M-folded.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a chart (SVG) of the KL over bytes read.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
 @click.pass_context

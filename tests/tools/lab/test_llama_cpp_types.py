@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,29 @@ def test_inputs_are_weighed_by_their_mean_squares(monkeypatch: pytest.MonkeyPatc
     # RMSNorm makes the mean square 1, then its gain is applied.
     gain = network.checkpoint.whole("model.layers.0.input_layernorm.weight")
     assert np.mean(weights["blk.0.attn_q.weight"] / gain**2) == pytest.approx(1, rel=0.01)
+
+
+def test_rows_are_folded_to_whole_blocks() -> None:
+    assert [llama_cpp_types.rows_per_block(columns) for columns in (256, 768, 576, 960, 96, 100)] == [1, 1, 4, 4, 8, 64]
+    weights = {"blk.0.attn_q.weight": np.arange(1, 97, dtype=np.float32), "blk.0.ffn_down.weight": np.ones(512, np.float32)}
+    found = llama_cpp_types.folded_inputs(weights)
+    assert found["blk.0.attn_q.weight"].shape == (768,) and found["blk.0.ffn_down.weight"].shape == (512,)
+    # A folded row is eight rows, which have the same inputs.
+    assert np.array_equal(found["blk.0.attn_q.weight"][96:192], weights["blk.0.attn_q.weight"])
+
+
+def test_folded_files_read_back_as_the_checkpoint(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    from edgeq.converters.calibration.logits import Network
+
+    network = Network.open(str(checkpoint("llama_gqa")))
+    llama_cpp_types.write_floats(network, tmp_path / "folded.gguf", folded=True)
+    columns = {name: network.checkpoint.whole(tensor).shape[-1] for name, (tensor, _) in llama_cpp_types.names(network).items()}
+    back = llama_cpp_types.ReadBack(network, tmp_path / "folded.gguf", columns)
+    assert any(llama_cpp_types.rows_per_block(count) > 1 for count in columns.values())
+    for name, _, nbytes, _ in back.sizes():
+        tensor, _ = llama_cpp_types.names(network)[name]
+        expected = network.checkpoint.whole(tensor)
+        assert np.array_equal(back.whole(tensor).reshape(expected.shape), expected) and nbytes == expected.nbytes
 
 
 @installed
