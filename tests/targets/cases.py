@@ -133,10 +133,11 @@ def run(target: str, graph: Graph, arrays: Arrays, count: int, options: Options)
     return program.run(rows_of(program, count)).copy()
 
 
+GROUP_SIZES = (16, 32, 64, 128, 0)
 INTEGER_CODECS = [
     Codec(kind, bits, group, symmetric)
     for bits, group, (kind, symmetric) in itertools.product(
-        range(2, 9), (16, 32, 64, 128, 0), (("int", True), ("int", False), ("half", True), ("offset", True))
+        range(2, 9), GROUP_SIZES, (("int", True), ("int", False), ("half", True), ("offset", True))
     )
 ]
 INTEGER_CODECS += [Codec("s4", bits, group) for bits, group in itertools.product(range(2, 9), (16, 32, 128))]
@@ -168,22 +169,48 @@ def in_turn(bits: int, mode: str) -> bool:
     return MODES[bits % 2] == mode
 
 
+def numbers_of(codec: Codec) -> tuple[object, ...]:
+    """What groups have beside their integers."""
+    return codec.kind, codec.symmetric, codec.wide
+
+
+def tried(below: int, codec: Codec, mode: str) -> bool:
+    """Whether products in this codec are tried in this mode on an instruction set that so many of this machine are better than.
+
+    A kernel depends on the instruction set, the mode, the bits, what groups have beside a scale and whether they have 16
+    channels, 32 or more: 300 kernels for decode and as many for prefill on each set, each compiled in about a second.  They are
+    made of a piece for each of these, so every two pieces are tried together, and not all.  Integers of four bits are tried
+    whole on every set, on the best one all integers and trellises.  Of others the best set has every size of groups, in modes
+    by turns.  The other sets have integers in both modes and two of four sizes, where zero points are stored the other two;
+    and of each width of what few files have one size in one mode, by turns of the sets.
+    """
+    size, whole = codec.group_size, codec.kind == "int"
+    if codec.bits == 4 and (whole or not below) or not below and codec.kind in ("int", "trellis"):
+        return True
+    if not below:
+        return in_turn(codec.bits + GROUP_SIZES.index(size) + 1, mode)
+    if whole:
+        sizes = (128, 16) if codec.symmetric == (below != 1) else (32, 0)
+        return size in sizes and in_turn(codec.bits + sizes.index(size), mode)
+    sizes = [each.group_size for each in INTEGER_CODECS if (each.bits, numbers_of(each)) == (codec.bits, numbers_of(codec))]
+    return size == sizes[(codec.bits + below + codec.wide) % len(sizes)] and in_turn(codec.bits + below // 2, mode)
+
+
 def product_case(isa: str, codec: Codec, mode: str):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
-    A kernel depends on the instruction set, the bits, what groups have beside a scale and whether they have 16 channels, 32 or
-    more: 300 kernels for decode and as many for prefill, in two modes, each compiled in about a second.  On the best
-    instruction set integers of four bits are tried with every kind of group, in both modes where groups are short, and all
-    other widths in one of the modes; of what few files have a width or two with groups of 32, trellises of two bits in both
-    modes.  On other sets integers of four bits.
+    On the best instruction set integers of four bits are tried with every kind of group, in both modes where groups are short,
+    and all other widths in one of the modes; of what few files have a width or two with groups of 32, trellises of two bits in
+    both modes.  On other sets integers of four bits with zero points, in groups of 128 in one mode and of rows in the other.
     """
     best, group, whole, turn = isa == HERE[0], codec.group_size, codec.kind == "int", in_turn(codec.bits, mode)
     if not best:
-        common = whole and codec.bits == 4 and not codec.symmetric and (group > 32 or group == 0 and turn)
+        common = whole and codec.bits == 4 and not codec.symmetric
+        common = common and group in (128, 0) and in_turn(HERE.index(isa) + (group == 0), mode)
     elif whole and codec.bits == 4:
         common = group in (16, 32) and not codec.symmetric or group != 16 and in_turn(codec.symmetric, mode)
     elif whole:
-        common = group > 32 and not codec.symmetric and turn
+        common = group == 128 and not codec.symmetric and turn
     elif codec.kind == "trellis":
         common = group == 32 and (codec.bits == 2 or codec.bits == 3 and turn)
     else:
@@ -193,14 +220,13 @@ def product_case(isa: str, codec: Codec, mode: str):
 
 
 def product_cases(codecs: list[Codec]):
-    """Parameters of a test of these codecs in all modes and on all instruction sets; on those below the best one what few files
-    have is tried in one of the two modes, and where a group is one chunk, a loop less, not at all."""
+    """Parameters of a test of these codecs, those of `tried`."""
     return [
         product_case(isa, codec, mode)
         for codec in codecs
         for mode in MODES
-        for isa in HERE
-        if isa == HERE[0] or codec.kind == "int" or (in_turn(codec.bits, mode) and codec.group_size != 32)
+        for below, isa in enumerate(HERE)
+        if tried(below, codec, mode)
     ]
 
 

@@ -21,7 +21,7 @@ from edgeq.targets.graph import (
 )
 from edgeq.targets.rows import PAGE, Rows
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays
+from tests.targets.cases import HERE, Arrays, case
 
 VOCABULARY = 7
 
@@ -133,8 +133,14 @@ def attending(arrays: Arrays, span: int, dim: int, heads: int = 4) -> Graph:
     return graph_of(arrays, (heads + 4) * dim, operations, "a", {"a": heads * dim}, dim)
 
 
-@pytest.mark.parametrize("kv", [KvCodec(), KvCodec("int8"), KvCodec("int4", 4)], ids=lambda kv: kv.name)
-@pytest.mark.parametrize(("dim", "sessions", "isa"), [(16, 1, None), (20, 2, None), (80, 1, None), (16, 3, HERE[-1])])
+@pytest.mark.parametrize(
+    ("dim", "sessions", "isa", "kv"),
+    [
+        case(*run, kv, common=i % 3 == j, id="-".join(map(str, (*run, kv.name))))
+        for i, run in enumerate([(16, 1, None), (20, 2, None), (80, 1, None), (16, 3, HERE[-1])])
+        for j, kv in enumerate([KvCodec(), KvCodec("int8"), KvCodec("int4", 4)])
+    ],
+)
 def test_a_row_sees_the_slots_of_its_range(dim: int, sessions: int, isa: str | None, kv: KvCodec) -> None:
     """Two frames of unequal length seen whole, and windows of their own: the two kinds of a vision tower's layers."""
     arrays, count = Arrays(), 150 * sessions

@@ -167,9 +167,9 @@ def test_token_activations_of_every_width_and_of_extreme_rows():
     for bits in range(2, 9):
         for symmetric in (True, False):
             each = layer(arrays, rng, 19, [(ROW4, 208)], activation=Activation(bits, 0, symmetric))
+            graph = graph_of(arrays, x, each)
+            oracle = run("reference", graph, arrays, 9, Options("a4"))
             for isa in HERE:
-                graph = graph_of(arrays, x, each)
-                oracle = run("reference", graph, arrays, 9, Options("a4"))
                 y = run("cpu", graph, arrays, 9, Options("a4", 2, isa))
                 size = np.abs(x).max(1, keepdims=True) * np.abs(matrix(arrays, each.weights[0])).sum(1) + 1e-30
                 assert np.max(np.abs(y - oracle) / size) < 2e-6, (bits, symmetric, isa)

@@ -11,6 +11,7 @@ from tests.targets.cases import (
     FLOAT_CODECS,
     HERE,
     INTEGER_CODECS,
+    ISAS,
     Arrays,
     case,
     integers,
@@ -36,7 +37,7 @@ def test_extreme_values_do_not_overflow(isa, codec, mode):
     check_extremes(isa, codec, mode)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", ISAS)
 def test_a16_is_as_exact_as_its_rounding_allows(isa):
     """15-bit activations: the error is below half a step of the block's largest value, summed over the weights."""
     rng, codec, arrays = np.random.default_rng(3), Codec("int", 4, 64, False), Arrays()
@@ -51,7 +52,7 @@ def test_a16_is_as_exact_as_its_rounding_allows(isa):
 
 @pytest.mark.parametrize(
     ("isa", "bits"),
-    [case(isa, bits, common=bits == 4, id=f"{isa}-{bits}") for isa in HERE for bits in range(2, 9)],
+    [case(isa, bits, common=bits == 4 and isa == HERE[0], id=f"{isa}-{bits}") for isa in HERE for bits in range(2, 9)],
 )
 def test_sums_of_a16_are_those_of_its_integers(isa, bits):
     """Scales are powers of two, so results are the integer sums to the bit, in tiles of every size."""
@@ -70,7 +71,7 @@ def test_sums_of_a16_are_those_of_its_integers(isa, bits):
         assert np.array_equal(y, expected[:count]), count
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", ISAS)
 def test_a8_quantizes_activations_as_the_reference_does(isa):
     rng, codec, arrays = np.random.default_rng(4), Codec("int", 4, 32), Arrays()
     w = weight(arrays, rng, codec, 48, 256)

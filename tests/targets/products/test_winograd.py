@@ -15,16 +15,22 @@ from edgeq.targets.cpu.kernels.rows import quantize
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import Arrays, matrix, product, run, weight
+from tests.targets.cases import Arrays, case, matrix, product, run, weight
 
 PAIRS, PLAIN = "avx512-pairs", "avx512-vnni"
 NEEDS = next(isa.needs for isa in all_isas() if isa.name == PAIRS)
 pytestmark = pytest.mark.skipif(not machine.cpu().features >= NEEDS, reason="a processor without AVX-512 VNNI")
 
 
-@pytest.mark.parametrize("mode", ["a8", "a4"])
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero"])
-@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+@pytest.mark.parametrize(
+    ("group", "symmetric", "mode"),
+    [
+        case(group, symmetric, mode, common=(i + symmetric) % 2 == (mode == "a8"), id=f"{group}-{symmetric}-{mode}")
+        for i, group in enumerate((16, 32, 64, 128, 0))
+        for symmetric in (True, False)
+        for mode in ("a8", "a4")
+    ],
+)
 def test_they_give_the_bits_of_plain_products(group: int, symmetric: bool, mode: str) -> None:
     rng, codec = np.random.default_rng(group), Codec("int", 4, group, symmetric)
     # One block, two, an odd number of them with a part of one, more than stay in the cache at once; 12, 24 and 31 rows.
