@@ -6,16 +6,20 @@ torch and transformers are imported when a checkpoint is first asked for, so tha
 from __future__ import annotations
 
 import gc
+import hashlib
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgeq.converters  # noqa: F401  (before torch: it says how torch's threads wait)
-from edgeq.targets.cpu.jit import parallel
+from edgeq.system import machine
+from edgeq.targets.cpu.jit import compile, parallel
+from edgeq.text import foreign_tokenizer
+from edgeq.text.foreign_tokenizer import SafeTokenizer
 from tests.draft_checkpoints import add_draft_layer
 
 # A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
@@ -33,6 +37,37 @@ def compiles_alone() -> Iterator[None]:
     """Kernels are compiled in this process: every core has one that runs tests, and another begins without what Numba knows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "workers_for", lambda jobs: 1)
+        yield
+
+
+LONG_TEXT = 100_000
+"""Characters of what is a text to calibrate with, or to score."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def long_texts_are_encoded_once() -> Iterator[None]:
+    """Hundreds of conversions read the built-in calibration text: a tokenizer that was loaded from the same bytes gives the
+    same tokens of it, in a quarter of a second each time."""
+    load, encode_each = foreign_tokenizer.load, SafeTokenizer.encode_each
+    known: dict[tuple[object, ...], list[list[int]]] = {}
+
+    def loaded(data: bytes) -> SafeTokenizer:
+        made = load(data)
+        object.__setattr__(made, "loaded_from", hashlib.blake2b(data).digest())
+        return made
+
+    def encoded(self: SafeTokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        of = getattr(self, "loaded_from", None)
+        if of is None or sum(map(len, texts)) < LONG_TEXT:
+            return encode_each(self, texts, add_special_tokens=add_special_tokens)
+        key = (of, add_special_tokens, *texts)
+        if key not in known:
+            known[key] = encode_each(self, texts, add_special_tokens=add_special_tokens)
+        return [list(tokens) for tokens in known[key]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(foreign_tokenizer, "load", loaded)
+        patch.setattr(SafeTokenizer, "encode_each", encoded)
         yield
 
 
@@ -338,8 +373,13 @@ Checkpoint = Callable[..., Path]
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache folder that no other test has."""
+    """A cache folder that no other test has; kernels, and what was found out about tokenizers, are those of all tests."""
+    compile.cache_folder()
+    shared = machine.cache_folder() / "tokenizers"
+    shared.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    machine.cache_folder().mkdir(parents=True)
+    (machine.cache_folder() / shared.name).symlink_to(shared)
 
 
 @pytest.fixture
