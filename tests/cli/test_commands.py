@@ -31,10 +31,10 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
 @pytest.mark.parametrize(
     ("grid", "codec"),
     [
-        pytest.param(("--half",), "i4 g32 half", id="half", marks=pytest.mark.exhaustive),
+        pytest.param(("--half",), "i4 g32 half", id="half"),
         pytest.param(("--half", "--scale-bits", 4), "i4 g32 half s4", id="s4", marks=pytest.mark.exhaustive),
         pytest.param(("--table",), "n4 g32", id="table", marks=pytest.mark.exhaustive),
-        pytest.param(("--trellis", "--bits", 2), "t2 g32 s4", id="trellis"),
+        pytest.param(("--trellis", "--bits", 2), "t2 g32 s4", id="trellis", marks=pytest.mark.exhaustive),
     ],
 )
 def test_grids_without_zero_points_are_converted_inspected_and_run(

@@ -78,7 +78,7 @@ KINDS = {"broken": Kind(lambda folder: trial)}
 """
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 def test_a_crash_a_hang_and_an_exception_are_named_and_the_other_trials_run(jobs: str, tmp_path: Path) -> None:
     shutil.copy(HERE / "run.py", tmp_path)
     (tmp_path / "trials.py").write_text(BROKEN)

@@ -117,6 +117,7 @@ def test_what_does_not_fit_the_device_is_not_begun(
     assert edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--for", "raspberry-pi-4").exit_code == 0
 
 
+@pytest.mark.exhaustive
 def test_the_built_in_text_can_be_asked_for_where_no_method_needs_it(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
     small = ("--calibration-rows", 4, "--calibration-length", 128)
     found = edgeq("convert", tiny_llama, "-o", tmp_path / "a.edgeq", "--calibration", "built-in", *small)

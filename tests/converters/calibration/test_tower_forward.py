@@ -25,7 +25,7 @@ from edgeq.runtime.session.runs import BatchItem, run_together
 
 TOLERANCE = 1e-3
 """As a share of the largest; the runtime keeps keys and values in f16."""
-FAMILIES, OTHERS = ("taps", "clip_llama", "states", "tiles"), ("siglip_qwen2", "clip_mistral", "windows", "states_experts")
+FAMILIES, OTHERS = ("taps", "clip_llama"), ("siglip_qwen2", "clip_mistral", "windows", "states", "states_experts", "tiles")
 
 
 def samples(folder: Path) -> Path:

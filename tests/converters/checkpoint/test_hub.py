@@ -32,6 +32,7 @@ def convert(hub: Hub, folder: Path, *options: str, **variables: str) -> subproce
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
 
 
+@pytest.mark.exhaustive
 def test_without_a_terminal_a_download_has_a_few_lines_and_nothing_of_tqdm(hub: Hub, tmp_path: Path) -> None:
     found = convert(hub, tmp_path)
     assert found.returncode == 0 and not found.stdout, found.stderr

@@ -172,6 +172,7 @@ def test_integers_of_a_source_are_kept_unless_something_else_is_asked(quantized:
     assert planned(quantized, ConvertOptions(method="none")).notes() == []
 
 
+@pytest.mark.exhaustive
 def test_rows_in_other_codecs_are_stored_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     # Of layer 0 one part of qkv and one of gate_up are in another codec than the rest.
     source = in_memory(checkpoint("llama_gqa"), tmp_path / "texts")

@@ -69,7 +69,12 @@ def logits(plan: ConversionPlan, path: Path, target: str = "reference") -> np.nd
         return model.session().prefill(TOKENS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def by_turns(turn: int) -> list[Any]:
+    """All families; every second is left to the exhaustive run."""
+    return [pytest.param(each, marks=() if i % 2 == turn else pytest.mark.exhaustive) for i, each in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize("family", by_turns(0))
 def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
     checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
@@ -94,7 +99,7 @@ def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
     assert np.abs(logits(found, tmp_path / "found.edgeq") - expected).max() <= (0 if exact else 1e-5 * largest)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_turns(1))
 def test_integers_are_kept_where_rows_move(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
     folder, kind = checkpoint(family, **FAMILIES[family]), Type.Q4_1
     write_gguf(folder, tmp_path / "m.gguf", in_type(kind))

@@ -354,7 +354,11 @@ def test_a_layer_without_a_factor_is_rounded_with_one_line_that_names_it(
     assert all("Cholesky failed" in line and "\n" not in line for line in said)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granite_hybrid", "granite_hybrid_moe", "falcon_h1_norm"])
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", "qwen3_5"]
+    + [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("granite_hybrid", "granite_hybrid_moe", "falcon_h1_norm")],
+)
 def test_scales_are_folded_where_layers_have_states(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """Weights of 8 bits whose scales were not divided out again would give other logits."""
     few = {"bits": 8, "group_size": 32, "head": 16, "calibration_rows": 2, "calibration_length": 64}
