@@ -86,10 +86,10 @@ SHARE = {
     *(Variant(name) for name in ("rms_norm", "select", "rope", "cache_write")),
 }
 """What `make test` compiles; the rest is for `make test-cuda`."""
-VARIANTS = [
-    pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol)
-    for v in (*INPUTS, *FUSED, *EMBEDS, *OTHERS)
-]
+EVERY = (*INPUTS, *FUSED, *EMBEDS, *OTHERS)
+FIRST = {v for v in EVERY if v == next(each for each in EVERY if each.kernel == v.kernel)}
+"""One of each kind, which is compiled for every GPU whatever it takes."""
+VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in EVERY]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,18 @@ def needed(needs_generator: None) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_kernel_compiles_for_every_gpu_and_spills_nothing(variant: Variant) -> None:
-    compiles_for_every_gpu(variant, sm_89=variant in SHARE or variant in FUSED)
+    compiles_for_every_gpu(variant, every=variant in FIRST, sm_89=variant in SHARE or variant in FIRST)
+
+
+def test_no_source_is_looked_for_when_an_inline_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for that of each frame in each loaded module takes longer than all else that makes a kernel."""
+    from edgeq.targets.cuda.kernels.generate import generate
+
+    variant = Variant("matvec", (4, True, True, 128))
+    (wanted,) = build.kernels([variant])
+    monkeypatch.delattr("inspect.getouterframes")
+    monkeypatch.setattr("inspect.stack", lambda *_, **__: [])
+    assert generate(variant) == wanted
 
 
 @pytest.mark.exhaustive

@@ -32,4 +32,4 @@ VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, 
 def test_a_product_compiles_for_every_gpu_and_spills_nothing(variant: Variant) -> None:
     if reason := nvrtc.refusal():
         pytest.skip(reason)
-    compiles_for_every_gpu(variant, sm_89=variant in ON_89)
+    compiles_for_every_gpu(variant, every=variant in ON_89, sm_89=variant in ON_89)
