@@ -11,6 +11,7 @@ from typing import Any
 
 from edgeq.converters.importers import gguf_settings as settings
 from edgeq.converters.importers.gguf_families import encoders
+from edgeq.converters.importers.gguf_families.falcon import SECOND_NORM, falcon
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
@@ -70,6 +71,8 @@ MAMBA = {f"ssm_{part}": f"mamba.{module}" for part, module in (("in", "in_proj")
 MAMBA |= {"ssm_out": "mamba.out_proj", "ssm_dt.bias": "mamba.dt_bias", "ssm_a.weight": "mamba.A_log", "ssm_d.weight": "mamba.D"}
 FALCON_H1 = ATTENTION | MAMBA | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
 FALCON_H1 |= {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+FALCON = {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
+FALCON |= {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 RMS_EPSILON = "rms_norm_eps"
 BERT = {f"attn_{part}": f"attention.self.{module}" for part, module in (("q", "query"), ("k", "key"), ("v", "value"))}
 BERT |= {"attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm"}
@@ -257,6 +260,16 @@ ARCHITECTURES = {
         | {NORM: "gpt_neox.final_layer_norm.weight", "output_norm.bias": "gpt_neox.final_layer_norm.bias"},
         layers="gpt_neox.layers.",
     ),
+    "falcon": Architecture(
+        "FalconForCausalLM",
+        "falcon",
+        FALCON,
+        falcon,
+        epsilon="layer_norm_epsilon",
+        ends={EMBEDDING: "transformer.word_embeddings.weight", HEAD: "lm_head.weight"}
+        | {NORM: "transformer.ln_f.weight", "output_norm.bias": "transformer.ln_f.bias"},
+        layers="transformer.h.",
+    ),
     "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", ATTENTION | LFM2 | LFM2_CONVOLUTION, settings.lfm2, ends=ENDS | LFM2_NORM),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
@@ -310,6 +323,8 @@ MIXTRAL_ARCHITECTURE = Architecture(
 OLMO3_ARCHITECTURE = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", model_type="olmo3", settings=settings.olmo3)
 """OLMo 3's files say "olmo2" and have windows."""
 
+FALCON_40B = replace(ARCHITECTURES["falcon"], tensors=FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
+"""Larger models have two norms in a layer, of which the first in the file is that of the MLP."""
 BERT_RERANKER = replace(
     ARCHITECTURES["bert"],
     family="BertForSequenceClassification",
@@ -341,6 +356,8 @@ def architecture(metadata: Keys, place: str, shapes: Mapping[str, tuple[int, ...
         return MIXTRAL_ARCHITECTURE, keys
     if name == "olmo2" and keys.integer("attention.sliding_window", 0):
         return OLMO3_ARCHITECTURE, keys
+    if name == "falcon" and keys.has(SECOND_NORM):
+        return FALCON_40B, keys
     if name == "bert" and encoders.SCORE in shapes:
         return BERT_RERANKER, keys
     return ARCHITECTURES[name], keys

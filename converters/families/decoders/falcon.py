@@ -11,6 +11,7 @@ from typing import Any
 
 from edgeq.converters.families.decoders.gpt import (
     ALL_BIASES,
+    BY_HEADS,
     fused_sources,
     norm_sources,
     plain_settings,
@@ -78,6 +79,7 @@ def falcon(hf: Values) -> FamilyDescription:
     biases = ALL_BIASES if flag(values, "bias") else ()
     # Only with one head of keys and values are those of queries, keys and values apart.
     mixed = flag(values, "new_decoder_architecture") or not flag(values, "multi_query")
+    mixed = mixed and flag(values, BY_HEADS)
     return replace(FALCON, biases=biases, sources=partial(falcon_sources, biases=biases, mixed=mixed))
 
 
@@ -94,6 +96,7 @@ FALCON = FamilyDescription(
         "multi_query": True,
         "parallel_attn": True,
         "bias": False,
+        BY_HEADS: True,
         "tie_word_embeddings": True,
     },
     NEUTRAL | {"alibi": (None, False)},

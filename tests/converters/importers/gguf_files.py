@@ -69,6 +69,7 @@ ARCHITECTURES = {
     "qwen3_next": ("qwen3next", "QWEN3NEXT"),
     "qwen3_5_text": ("qwen35", "QWEN35"),
     "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
+    "falcon": ("falcon", "FALCON"),
     "bert": ("bert", "BERT"),
     "xlm-roberta": ("bert", "BERT"),
 }
@@ -126,7 +127,10 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] in ("gpt2", "gpt_bigcode"):
         config |= {key: config[theirs] for key, theirs in GPT2_KEYS.items()}
-    if config.get("multi_query"):
+    if config["model_type"] == "falcon":
+        config |= {"intermediate_size": config["ffn_hidden_size"], "layer_norm_eps": config["layer_norm_epsilon"]}
+        config["num_key_value_heads"] = config["num_kv_heads"]
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
         config["num_key_value_heads"] = 1
     own, name = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, own)
@@ -254,7 +258,12 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         if kind == "gpt2" and values.ndim == 2 and ".h." in name:
             found[name] = np.ascontiguousarray(values.T)
-        if "query_key_value" in name:
+        if kind == "falcon" and "query_key_value" in name:
+            groups, size = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
+            by_group = values.reshape(groups, -1, size, values.shape[-1])
+            apart = [by_group[:, part].reshape(-1, values.shape[-1]) for part in (slice(-2), -2, -1)]
+            found[name] = np.concatenate(apart)
+        elif "query_key_value" in name:
             by_heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             found[name] = np.ascontiguousarray(by_heads.swapaxes(0, 1)).reshape(values.shape)
         if kind == "gemma3_text" and "norm" in name:

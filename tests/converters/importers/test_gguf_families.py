@@ -47,6 +47,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bigcode": {"n_inner": 384},
     "neox": {},
     "neox_sequential": {"hidden_act": "gelu", "attention_bias": True},
+    "falcon_7b": {},
+    "falcon_40b": {"bias": False},
     "lfm2": {},
     "gemma4": {"rope_parameters": GEMMA4_ROPE, "hidden_size_per_layer_input": 32},
     "gemma4_keys": {"rope_parameters": GEMMA4_ROPE},
@@ -157,6 +159,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ),
     ("starcoder2", {"starcoder2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
     ("neox", {"gptneox.use_parallel_residual": 1}, CheckpointError, "use_parallel_residual is 1; expected true or false"),
+    ("falcon_7b", {"falcon.tensor_data_layout": "meta"}, UnsupportedError, "data_layout is 'meta'; supported: 'jploski'"),
     ("bigcode", {"starcoder.attention.head_count_kv": 4}, UnsupportedError, "head_count_kv is 4; supported: 1"),
     ("gpt2", {"gpt2.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),
     (
