@@ -30,6 +30,7 @@ from edgeq.converters.importers.gguf_vocabulary import (
     GgufVocabulary,
     array,
     flag,
+    of_word_pieces,
 )
 from edgeq.errors import CheckpointError
 from edgeq.text import split_patterns
@@ -305,7 +306,7 @@ def post_processor(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, add_
 
     add_bos   whether there is bos where the metadata do not say it
     """
-    if metadata.get(f"{PREFIX}model") == WORD_PIECE:
+    if of_word_pieces(metadata):
         return _processor(_named(vocabulary, "cls", "bos", "[CLS]"), _named(vocabulary, "seperator", "eos", "[SEP]"))
     ends = {}
     for name, absent in (("bos", add_bos), ("eos", False)):

@@ -61,7 +61,7 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GgufVocabulary:
     if sum(map(len, tokens)) > MAX_CHARACTERS:
         raise CheckpointError(f"{PREFIX}tokens has more than {MAX_CHARACTERS} characters together")
     kinds = _integers(metadata, "token_type", len(tokens)) or [NORMAL] * len(tokens)
-    if metadata.get(f"{PREFIX}model") == WORD_PIECE:
+    if of_word_pieces(metadata):
         tokens = [_word_piece(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
     known = {token: i for i, token in enumerate(tokens)}
     if len(known) < len(tokens):
@@ -75,6 +75,13 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> GgufVocabulary:
         if name in ids and kinds[ids[name]] in (NORMAL, USER_DEFINED):
             kinds[ids[name]] = CONTROL
     return GgufVocabulary(tokens, kinds, _scores(metadata, len(tokens)), _merges(metadata, known), ids)
+
+
+def of_word_pieces(metadata: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer is WordPiece."""
+    kind = metadata.get(f"{PREFIX}model")
+    # An array has no truth of its own.
+    return isinstance(kind, str) and kind == WORD_PIECE
 
 
 def _word_piece(token: str, kind: int) -> str:

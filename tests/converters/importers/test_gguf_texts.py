@@ -273,6 +273,7 @@ SPECIAL = SENTENCE_PIECE["tokenizer.ggml.token_type"]
             {"model": "rwkv"},
             "model is 'rwkv'; supported: gpt2, llama, gemma4, t5, bert; edgeq convert --tokenizer DIR takes the",
         ),
+        ("byte-level", {"model": np.arange(2)}, "model is array"),
         ("byte-level", {"model": ["gpt2"]}, "model is .'gpt2'.; supported"),
         ("byte-level", {"pre": "falcon"}, "pre is 'falcon', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),
         ("byte-level", {"pre": None}, "pre is None"),
