@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -25,9 +24,8 @@ from edgeq.runtime.batching.prompt_store import PromptStore
 from edgeq.runtime.generation import Generation
 from edgeq.runtime.load_options import MAX_LOGITS, LoadArguments
 from edgeq.runtime.network.adapted import adapted, opened
-from edgeq.runtime.network.decoder import decoder
-from edgeq.runtime.network.draft_layer import compiled as compiled_draft_layer
-from edgeq.runtime.network.draft_layer import drafting_decoder, no_layer
+from edgeq.runtime.network.compiled import DraftLayer, compiled
+from edgeq.runtime.network.draft_layer import no_layer
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import ImageSource, Pictures, check_image_tokens
 from edgeq.runtime.network.text_reader import TextReader
@@ -35,7 +33,6 @@ from edgeq.runtime.network.vision import Tower
 from edgeq.runtime.prompt_reader import PromptReader
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Processor, Sampling
-from edgeq.runtime.session.context_size import cache_bytes, choose_context, whole_texts
 from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.runtime.session.requantize import NEVER, Requantization, SessionRequantizer, chosen
 from edgeq.runtime.session.runs import RowOrder
@@ -46,7 +43,6 @@ from edgeq.runtime.speculative.speculator import DraftSource, Speculator, checke
 from edgeq.runtime.start import start
 from edgeq.targets import TargetChoice, pick
 from edgeq.targets.capabilities import Requantizable
-from edgeq.targets.requantization import shared_inputs
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import OnProgress, Options, Program, no_progress
 from edgeq.text.chat_template import ChatTemplate, Message
@@ -62,6 +58,7 @@ class Model(TextReader):
 
     target        the name of the target
     context       positions a session holds
+    drafting      the compiled layer that drafts, over the same pages and states; None: it does not run
     description   what runs where, and why other targets do not
     load_s        seconds that opening and compiling took
     requantization  when and how weights are requantized; None: never, as the file has no masters or it was not asked for
@@ -78,7 +75,7 @@ class Model(TextReader):
         requantization: Requantization | None = None,
         image_tokens: int | None = None,
         row_order: RowOrder = "sequence",
-        draft_layer: bool = False,
+        draft_layer: DraftLayer = False,
         on_progress: OnProgress = no_progress,
     ) -> None:
         started = perf_counter()
@@ -86,25 +83,16 @@ class Model(TextReader):
         self.target, self._choice = choice.target.name, cast("TargetChoice | None", choice)
         self._chat_template, self.requantization = chat_template, chosen(requantization, file)
         check_image_tokens(self.config, image_tokens)
-        # Its buffers do not depend on the context, only rotary frequencies do.
-        self.drafts = draft_layer and bool(self.config.draft_layers)
-        network = drafting_decoder if self.drafts else decoder
-        graph = network(file.metadata)
-        options, context = whole_texts(self.config, options, context)
-        if self.requantization:
-            # Refused here, so that no target compiles first.
-            shared_inputs(graph)
-        room = choice.target.room(graph, file, options)
-        self.context = choose_context(room, partial(cache_bytes, graph, options), self.config.max_position_embeddings, context)
-        self.graph = network(file.metadata, self.context)
-        options = replace(options, cache_bytes=cache_bytes(graph, options, self.context))
-        self._program: Program | None = choice.target.compile(self.graph, file, options, on_progress)
-        self._drafting: Program | None = None
-        if self.drafts:
-            self._drafting = compiled_draft_layer(file, choice.target, self.program, self.graph, self.context, on_progress)
+        made = compiled(
+            file, choice.target, options, context, requantizes=self.requantization is not None, draft_layer=draft_layer,
+            on_progress=on_progress,
+        )  # fmt: skip
+        self.graph, self.context, self.drafting = made.graph, made.context, made.drafting
+        self._program: Program | None = made.program
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
         self.description = self.program.description + "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
+        self.description += f"; without the layer that drafts: {made.left_out}" if made.left_out else ""
         self._lock, self._row_order, self.prefill_rate = Lock(), row_order, PrefillRate(self.program.tile)
         tower = partial(Tower, file, choice.target, options)
         self.pictures = Pictures(self.config, self.context, image_tokens, tower) if self.config.vision else None
@@ -128,7 +116,7 @@ class Model(TextReader):
         for session in list(self._sessions):
             session.close()
         with self._lock:
-            self._program = self._drafting = self._choice = None
+            self._program = self.drafting = self._choice = None
             if self.pictures:
                 self.pictures.close()
 
@@ -178,7 +166,7 @@ class Model(TextReader):
         row_order: RowOrder = "sequence",
         adapter: str | os.PathLike[str] | None = None,
         graphs: bool = True,
-        draft_layer: bool = False,
+        draft_layer: DraftLayer = False,
         on_progress: OnProgress = no_progress,
     ) -> Model:
         """Open `path` and compile it.  The logger "edgeq" is told what was compiled, and what the model runs on.
@@ -197,7 +185,8 @@ class Model(TextReader):
         row_order    "sequence", or "modality": rows of pictures come first in every run; changes no result
         adapter      folder of a LoRA adapter as PEFT saves it, whose factors become low-rank parts of the layers
         graphs       a GPU records the launches of a token once and starts them together; False: one by one
-        draft_layer  run the layer that drafts too, where the file has one: every token takes a little more time and memory
+        draft_layer  run the layer that drafts too, where the file has one: every token takes a little more time and memory;
+                     "auto": unless the target lacks something of it, which `description` then says
         on_progress  called with (kernels compiled, in all, label)
 
         InputError: no such file, or an argument of the wrong type or out of range.  FormatError: damaged.  UnsupportedError:
@@ -209,7 +198,8 @@ class Model(TextReader):
         asked = LoadArguments(target, isa, mode, *threaded, requantization, context, chat_template, row_order, graphs)
         asked.check()
         callback("on_progress", on_progress)
-        flag("draft_layer", draft_layer)
+        if draft_layer != "auto":
+            flag("draft_layer", draft_layer)
         file = opened(path, adapter)
         choice = pick(target, file)
         model = cls(
@@ -232,6 +222,11 @@ class Model(TextReader):
         given |= {"requantization": self.requantization or NEVER, "image_tokens": self.pictures and self.pictures.most_tokens}
         given["draft_layer"] = self.drafts
         return Model(adapted(self.file, folder), choice, options, on_progress=on_progress, **given)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the layer that drafts runs."""
+        return self.drafting is not None
 
     @property
     def weight_bytes(self) -> int:
@@ -295,7 +290,7 @@ class Model(TextReader):
         session = Session(
             self.program, self.config.vocab_size, self.context, self._lock, prefill_rate=self.prefill_rate, origin=self._origin,
             requantizer=requantizer, registry=self._sessions, pictures=self.pictures, whole=WholeTexts.of(self.config),
-            drafting=self._drafting,
+            drafting=self.drafting,
         )  # fmt: skip
         session.row_order = self._row_order
         return session

@@ -8,7 +8,7 @@ from edgeq.format.container import ModelFile
 from edgeq.system.machine import available_bytes
 from edgeq.targets.graph import Experts, Graph, Select
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import MemoryNeed, Options
+from edgeq.targets.target import Beside, MemoryNeed, Options
 
 CHUNK_ROWS = 516
 """Default maximum rows per run (prefill chunk size): a prompt of 512 tokens in one, and a multiple of a tile of 12 tokens."""
@@ -28,12 +28,14 @@ def check_rows(rows: Rows, options: Options, together: int = 1) -> None:
         )
 
 
-def host_room(graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
+def host_room(graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
     """Weights are mapped from the file: their pages count as available, but must stay in memory."""
     metadata = file.metadata
     sizes = metadata.bytes_per_token()
-    weights = sizes["weights"] + metadata.idle_bytes() + sizes["head"]
-    return MemoryNeed(available_bytes(), weights + buffer_bytes(graph, options))
+    needed = sizes["weights"] + metadata.idle_bytes() + sizes["head"] + buffer_bytes(graph, options)
+    if beside is not None:
+        needed += metadata.draft_bytes() + buffer_bytes(beside.graph, beside.options)
+    return MemoryNeed(available_bytes(), needed)
 
 
 def buffer_bytes(graph: Graph, options: Options) -> int:

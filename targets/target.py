@@ -48,6 +48,14 @@ class Options:
     cache_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a second program is compiled of, which runs over the pages and states of a first one of the same file."""
+
+    graph: Graph
+    options: Options
+
+
 OnProgress = Callable[[int, int, str], None]
 """Progress callback: (steps done, total steps, label).  A total of 0 means unknown."""
 
@@ -281,12 +289,23 @@ class Target(Protocol):
         """Why this target cannot be used on this machine, or not for `file`; None if it can."""
         ...
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
-        """The memory that the program of these arguments may take and needs; nothing is allocated."""
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+        """The memory that the program of these arguments may take and needs, with that of a second one beside it; nothing is
+        allocated."""
         ...
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
-        """`on_progress` is told of measurements and of each kernel that is compiled, which takes seconds the first time."""
+    def compile(
+        self,
+        graph: Graph,
+        file: ModelFile,
+        options: Options,
+        on_progress: OnProgress = no_progress,
+        beside: Program | None = None,
+    ) -> Program:
+        """`on_progress` is told of measurements and of each kernel that is compiled, which takes seconds the first time.
+
+        beside   a program of this target and file, whose pages and states the new one uses; its graph has the same of both
+        """
         ...
 
     def gpus(self) -> Sequence[Gpu]:

@@ -21,10 +21,10 @@ from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_
 from edgeq.targets.family_operations import RowBefore
 from edgeq.targets.graph import CacheWrite, Graph, HeadNorm, Linear, Operation, RmsNorm, RopeRotate, Select
 from edgeq.targets.states import StateSpec
-from edgeq.targets.target import OnProgress, Program, Target, no_progress
+from edgeq.targets.target import Options
 
-BEFORE = "hidden before"
-"""The buffer of the decoder's state of the slot before."""
+BEFORE, TOKEN = "hidden before", "token"
+"""The buffers of the decoder's state of the slot before, and of the token's embedding after its norm."""
 
 
 def draft_stack(metadata: Metadata) -> DraftStack:
@@ -39,14 +39,16 @@ def drafting_decoder(metadata: Metadata, context: int = 0) -> Graph:
     at = next(i for i, o in enumerate(graph.operations) if isinstance(o, Select))
     _, last_norm, head, *cap = graph.operations[at:]
     assert isinstance(last_norm, RmsNorm) and isinstance(head, Linear)
-    operations: list[Operation] = [*graph.operations[:at], replace(last_norm, out="hidden")]
-    operations.append(RowBefore(-1, "hidden", width, BEFORE, len(graph.states)))
+    # The embedding is there once: a table that stays in the file is read before the run.
+    begin = len([*embedding(metadata)])
+    operations: list[Operation] = [*graph.operations[:begin], embedding_norm(metadata, draft), *graph.operations[begin:at]]
+    operations += [replace(last_norm, out="hidden"), RowBefore(-1, "hidden", width, BEFORE, len(graph.states))]
     operations += joined(metadata, draft)
     operations += keys_and_values(attention_block(metadata, draft, 0, context, cache=len(graph.cache)))
     operations += [Select(-1, ("hidden",)), replace(head, x="hidden"), *cap]
     return replace(
         graph,
-        buffers=graph.buffers | {"hidden": width, BEFORE: width},
+        buffers=graph.buffers | {"hidden": width, BEFORE: width, TOKEN: width},
         operations=tuple(operations),
         cache=(*graph.cache, cache_of(draft, 0)),
         states=(*graph.states, StateSpec("tail", (1, width))),
@@ -59,23 +61,27 @@ def drafting_layer(metadata: Metadata, context: int, beside: Graph) -> Graph:
     at = next(i for i, o in enumerate(beside.operations) if isinstance(o, Select))
     _, head, *cap = beside.operations[at:]
     assert isinstance(head, Linear)
-    operations: list[Operation] = [RowBefore(-1, BEFORE, width, BEFORE, state, keeps=False), *joined(metadata, draft)]
+    operations: list[Operation] = [*embedding(metadata), embedding_norm(metadata, draft)]
+    operations += [RowBefore(-1, BEFORE, width, BEFORE, state, keeps=False), *joined(metadata, draft)]
     operations += attention_block(metadata, draft, 0, context, cache=len(beside.cache) - 1, span=0)
     operations += mlp_block(metadata, draft, 0)
     operations.append(norm(metadata, draft, -1, "x", f"{draft.prefix}norm", "normed"))
     # What was before is not read any more.
     operations.append(RowBefore(-1, "normed", width, BEFORE, state))
     operations += [Select(-1, ("normed",)), replace(head, x="normed"), *cap]
-    buffers = buffer_widths(draft) | {BEFORE: width, "logits": metadata.config.vocab_size}
+    buffers = buffer_widths(draft) | {BEFORE: width, TOKEN: width, "logits": metadata.config.vocab_size}
     return replace(beside, buffers=buffers, operations=tuple(operations))
+
+
+def embedding_norm(metadata: Metadata, draft: DraftStack) -> Operation:
+    """token = norm(table[token]), from x."""
+    return norm(metadata, draft, 0, "x", f"{draft.prefix}embedding_norm", TOKEN)
 
 
 def joined(metadata: Metadata, draft: DraftStack) -> Iterator[Operation]:
     """x = embedding(norm(table[token])) + hidden(norm(the state before))."""
     linears, p = metadata.linears, draft.prefix
-    yield from embedding(metadata)
-    yield norm(metadata, draft, 0, "x", f"{p}embedding_norm", "normed")
-    yield Linear(0, "normed", linears[f"{p}embedding"], "x")
+    yield Linear(0, TOKEN, linears[f"{p}embedding"], "x")
     yield norm(metadata, draft, 0, BEFORE, f"{p}hidden_norm", "normed")
     yield Linear(0, "normed", linears[f"{p}hidden"], "x", add=True)
 
@@ -90,12 +96,9 @@ def keys_and_values(block: Iterator[Operation]) -> Iterator[Operation]:
             return
 
 
-def compiled(
-    file: ModelFile, target: Target, program: Program, graph: Graph, context: int, on_progress: OnProgress = no_progress
-) -> Program:
-    """The layer alone, beside the `program` of `graph`: a run has a row of every session that drafts."""
-    options = replace(program.options, max_rows=program.options.max_logits, cache_bytes=0)
-    return target.compile(drafting_layer(file.metadata, context, graph), file, options, on_progress)
+def layer_options(options: Options) -> Options:
+    """What the layer alone is compiled for beside a program of these options: a run has a row of every session that drafts."""
+    return replace(options, max_rows=options.max_logits, cache_bytes=0, graphs=False)
 
 
 def no_layer(file: ModelFile) -> str:

@@ -28,8 +28,10 @@ from edgeq.runtime.stats import MAX_DRAFT, Speculation
 DraftSource = Literal["off", "qspec", "lookup", "mtp", "both", "auto"]
 DRAFT_SOURCES: tuple[DraftSource, ...] = ("off", "qspec", "lookup", "mtp", "both", "auto")
 
-WITH_LAYER: tuple[DraftSource, ...] = ("mtp", "auto")
-"""Sources for which a model is loaded with its layer that drafts."""
+
+def layer_for(*sources: DraftSource) -> bool | Literal["auto"]:
+    """Whether a model is loaded with its layer that drafts for these sources, as of Model.load."""
+    return "mtp" in sources or ("auto" in sources and "auto")
 
 
 class Speculator:

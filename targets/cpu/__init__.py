@@ -10,7 +10,7 @@ from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.host import host_room
-from edgeq.targets.target import KernelBuilder, KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
+from edgeq.targets.target import Beside, KernelBuilder, KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
 
 
 class CpuTarget:
@@ -24,10 +24,17 @@ class CpuTarget:
             return "numba is not installed; run: pip install numba"
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
-        return host_room(graph, file, options)
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+        return host_room(graph, file, options, beside)
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
+    def compile(
+        self,
+        graph: Graph,
+        file: ModelFile,
+        options: Options,
+        on_progress: OnProgress = no_progress,
+        beside: Program | None = None,
+    ) -> Program:
         from edgeq.targets.cpu.jit import packed
         from edgeq.targets.cpu.program import CpuProgram
 

@@ -10,13 +10,13 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from edgeq.errors import UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
-from edgeq.targets.target import KernelBuilder, KernelPack, MemoryNeed, OnProgress, Options, no_progress
+from edgeq.targets.target import Beside, KernelBuilder, KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
 
 if TYPE_CHECKING:
     from edgeq.targets.cuda.device.device import Device
@@ -54,19 +54,26 @@ class CudaTarget:
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()
         return f"{gpus.first.name}: {reason}" if reason else None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
         """What the device holds without a cache: weights, buffers, and as many pages as the pool of the cache grows by, since
         the last that it grew by need not be used.  Of masters the largest: all of them are kept there only beside a context
         that was chosen without them."""
         from edgeq.targets.cuda.run.plan import device_bytes
 
         device, stream = self._opened(), options.requantize
-        needed = device_bytes(graph, file, options, device, stream)
-        least = device_bytes(graph, file, replace(options, graphs=False), device, stream)
+        needed = device_bytes(graph, file, options, device, stream, beside)
+        least = device_bytes(graph, file, replace(options, graphs=False), device, stream, beside)
         saving = f"pass `graphs=False`, which needs {(needed - least) / (1 << 20):,.0f} MiB less" if least < needed else ""
         return MemoryNeed(device.memory()[1], needed, saving)
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> CudaProgram:
+    def compile(
+        self,
+        graph: Graph,
+        file: ModelFile,
+        options: Options,
+        on_progress: OnProgress = no_progress,
+        beside: Program | None = None,
+    ) -> CudaProgram:
         """UnsupportedError: the graph has something that this target does not, the options ask for threads or an isa that the
         GPU does not run, or kernels are missing."""
         if options.threads or options.threads_prefill:
@@ -77,7 +84,8 @@ class CudaTarget:
         arch = _arch(options.isa, device.sm)
         kernel_source = self._kernel_source or self._supply(file, device.sm, arch, options)
         stream = options.requantize and not self._keeps_masters(device, graph, file, options)
-        return CudaProgram(device, graph, file, options, on_progress, kernel_source=kernel_source, stream_masters=stream)
+        given: dict[str, Any] = {"kernel_source": kernel_source, "stream_masters": stream}
+        return CudaProgram(device, graph, file, options, on_progress, beside=cast("CudaProgram | None", beside), **given)
 
     def gpus(self) -> Sequence[Gpu]:
         from edgeq.targets.cuda.device import bandwidth

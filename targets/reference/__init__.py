@@ -10,7 +10,7 @@ from edgeq.targets.graph import Graph
 from edgeq.targets.hardware import Gpu, Hardware
 from edgeq.targets.host import host_room
 from edgeq.targets.reference.program import ReferenceProgram
-from edgeq.targets.target import KernelPack, MemoryNeed, OnProgress, Options, no_progress
+from edgeq.targets.target import Beside, KernelPack, MemoryNeed, OnProgress, Options, Program, no_progress
 
 
 class ReferenceTarget:
@@ -20,11 +20,16 @@ class ReferenceTarget:
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
-        return host_room(graph, file, options)
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+        return host_room(graph, file, options, beside)
 
     def compile(
-        self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress
+        self,
+        graph: Graph,
+        file: ModelFile,
+        options: Options,
+        on_progress: OnProgress = no_progress,
+        beside: Program | None = None,
     ) -> ReferenceProgram:
         """UnsupportedError: an instruction set was asked for; numpy has its own."""
         if options.isa is not None:

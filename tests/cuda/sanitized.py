@@ -53,6 +53,7 @@ TESTS = frozenset(
         "test_cuda_requantization.py::test_sums_have_the_bits_of_the_reference_in_any_chunks",
         "test_cuda_states.py::test_a_convolution_computes_what_the_reference_does[True-33-7]",
         "test_cuda_states.py::test_a_convolution_computes_what_the_reference_does[False-16-3]",
+        "test_cuda_states.py::test_a_row_gets_the_one_before[40-False]",
         "test_cuda_states.py::test_a_delta_rule_computes_the_step_form"
         "[Sizes(key_heads=1, value_heads=2, key_dim=40, value_dim=128, beta_scale=1.0)]",
         "test_cuda_states.py::test_a_norm_with_a_gate_computes_its_formula[True-3-20-7]",

@@ -24,7 +24,7 @@ from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.targets import TargetChoice
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import Page, PagePart, Rows
-from edgeq.targets.target import MemoryNeed, OnProgress, Options, Program, ProgramFacts, no_progress
+from edgeq.targets.target import Beside, MemoryNeed, OnProgress, Options, Program, ProgramFacts, no_progress
 from edgeq.targets.times import RecordedRun
 from edgeq.tools.cli.main import main
 
@@ -96,10 +96,17 @@ class IdleTarget:
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options) -> MemoryNeed:
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
         return self._room
 
-    def compile(self, graph: Graph, file: ModelFile, options: Options, on_progress: OnProgress = no_progress) -> Program:
+    def compile(
+        self,
+        graph: Graph,
+        file: ModelFile,
+        options: Options,
+        on_progress: OnProgress = no_progress,
+        beside: Program | None = None,
+    ) -> Program:
         return IdleProgram(graph, options, self._last)
 
 

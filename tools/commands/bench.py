@@ -25,7 +25,7 @@ from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.vision import vision_of
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.session.runs import BatchItem, run_together
-from edgeq.runtime.speculative.speculator import WITH_LAYER, DraftSource
+from edgeq.runtime.speculative.speculator import DraftSource, layer_for
 from edgeq.runtime.stats import MAX_DRAFT
 from edgeq.system import machine
 from edgeq.tools.cli.terminal import Report, compilation, progress, write
@@ -115,7 +115,7 @@ def bench(
     for i, count in enumerate(threads):
         with compilation() as report_of_load:
             options |= {"context": context, "max_logits": most, "on_progress": report_of_load}
-            options |= {"draft_layer": draft in WITH_LAYER}
+            options |= {"draft_layer": layer_for(draft)}
             loaded = Model.load(model, threads=count, **options)
             if images:
                 loaded.prepare_images(report_of_load)

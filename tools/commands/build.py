@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,6 +23,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.load_options import MAX_LOGITS
 from edgeq.runtime.network.adapted import with_every_part
 from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.network.draft_layer import drafting_decoder, drafting_layer, layer_options
 from edgeq.runtime.network.vision import tower
 from edgeq.runtime.session.requantize import chosen
 from edgeq.system import machine
@@ -65,17 +67,22 @@ def build(
 def build_here(
     model: Path, modes: Sequence[Mode], caches: Sequence[str], target: str | None, isa: str | None, as_json: bool
 ) -> None:
-    """Load the model in each mode and with each cache; kernels compiled earlier come from the cache of this machine."""
+    """Load the model in each mode and with each cache, with its layer that drafts and without.
+
+    Kernels compiled earlier come from the cache of this machine.
+    """
     started = perf_counter()
-    for kv in caches:
-        for mode in modes:
-            began = perf_counter()
-            with compilation() as report:
-                loaded = Model.load(model, mode=mode, kv=kv, target=target, isa=isa, on_progress=report)  # type: ignore[arg-type]
-                if loaded.pictures:
-                    loaded.prepare_images(report)
-            note(f"{loaded.description}: ready after {perf_counter() - began:.1f} s")
-            loaded.close()
+    drafts = ModelFile.open(model).metadata.config.draft_layers > 0
+    for kv, mode, layer in product(caches, modes, (False, True) if drafts else (False,)):
+        began = perf_counter()
+        given: dict[str, Any] = {"mode": mode, "kv": kv, "target": target, "isa": isa, "draft_layer": layer}
+        with compilation() as report:
+            loaded = Model.load(model, on_progress=report, **given)
+            if loaded.pictures:
+                loaded.prepare_images(report)
+        beside = " with its layer that drafts" if layer else ""
+        note(f"{loaded.description}{beside}: ready after {perf_counter() - began:.1f} s")
+        loaded.close()
     note(f"kernels are kept in {machine.cache_folder()}")
     if as_json:
         click.echo(json.dumps({"packs": [], "seconds": perf_counter() - started}, indent=1))
@@ -152,7 +159,8 @@ def builder_of(target: str) -> KernelBuilder:
 
 
 def workloads(file: ModelFile, modes: Sequence[Mode], caches: Sequence[str]) -> list[Workload]:
-    """What a model runs in these modes, with these caches and any adapter, and its vision tower."""
+    """What a model runs in these modes, with these caches and any adapter, with its layer that drafts and without, and its
+    vision tower."""
     found = []
     for kv in caches:
         codec = file.metadata.kv if kv == "file" else KvCodec(kv)  # type: ignore[arg-type]
@@ -161,6 +169,10 @@ def workloads(file: ModelFile, modes: Sequence[Mode], caches: Sequence[str]) -> 
         for each in (file, with_every_part(file)):
             if each is not None:
                 found.append(Workload(decoder(each.metadata), each, options, modes))
+                if each.metadata.config.draft_layers:
+                    graph = drafting_decoder(each.metadata)
+                    found.append(Workload(graph, each, options, modes))
+                    found.append(Workload(drafting_layer(each.metadata, 0, graph), each, layer_options(options), modes))
     if file.metadata.config.vision:
         own = file.metadata.vision_mode
         options = Options(own or modes[0], max_logits=MAX_LOGITS)

@@ -22,7 +22,7 @@ from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import MAX_TOKENS
 from edgeq.runtime.network.vision import vision_of
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
-from edgeq.runtime.speculative.speculator import WITH_LAYER, DraftSource
+from edgeq.runtime.speculative.speculator import DraftSource, layer_for
 from edgeq.runtime.stats import Measurement, Speculation
 from edgeq.system import machine
 from edgeq.text.chat_template import ChatTemplate
@@ -282,7 +282,7 @@ def load(
     if most > cores:
         note(f"{most} threads on {cores} core{'s' * (cores > 1)}: they wait for each other; -t auto is faster")
     with compilation() as report:
-        given = {name: options[name] for name in LOAD} | {"draft_layer": draft in WITH_LAYER}
+        given = {name: options[name] for name in LOAD} | {"draft_layer": layer_for(draft)}
         adapter = options.get("adapter")
         loaded = Model.load(model, chat_template=chat_template, adapter=adapter, on_progress=report, **given)
         if sees:

@@ -16,7 +16,7 @@ from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
-from edgeq.runtime.speculative.speculator import WITH_LAYER
+from edgeq.runtime.speculative.speculator import layer_for
 from edgeq.runtime.stats import MAX_DRAFT
 from edgeq.system import machine
 from edgeq.tools.cli.terminal import Report, compilation
@@ -185,7 +185,7 @@ def _loaded(plan: Plan, setting: Setting, context: int, images: bool) -> Combina
         options = {**plan.options, **chosen, "context": context, "on_progress": report_of_load}
         # A draft is checked with the token after it.
         most = max(MAX_DRAFT + 1 if isinstance(test, Continuation) else test.batch for test in plan.tests)
-        layer = any(isinstance(test, Continuation) and test.draft in WITH_LAYER for test in plan.tests)
+        layer = layer_for(*(test.draft for test in plan.tests if isinstance(test, Continuation)))
         model = Model.load(plan.path, max_logits=most, draft_layer=layer, **options)
     load_s = max(0.0, model.load_s - report_of_load.seconds)
     with compilation() as report_of_tower:

@@ -52,6 +52,7 @@ RECORDS: Mapping[str, type[Arguments]] = {
     "gather_add": experts.GatherAddArguments,
     "gated_add": experts.GatedAddArguments,
     "short_conv": states.ShortConvArguments,
+    "row_before": states.RowBeforeArguments,
     "state_scan": states.StateScanArguments,
     "state_keep": states.StateScanArguments,
     "gated_norm": states.GatedNormArguments,

@@ -49,6 +49,21 @@ class ShortConvArguments(Arguments, run=("sessions", "numbers")):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowBeforeArguments(Arguments, run=("sessions", "numbers")):
+    """x        f32 [tokens][stride], of which `width` channels are kept; not read where nothing is
+    out      f32 [tokens][width]
+    padded   numbers of a row of the state
+    """
+
+    x: Address
+    out: Address
+    rows: StateRowsArguments
+    stride: Int32
+    width: Int32
+    padded: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateScanArguments(Arguments, run=("sessions", "numbers")):
     """A delta rule, or the scan of a state space, which has B for keys, C for queries and u for values.
 

@@ -19,6 +19,7 @@ from edgeq.targets.cuda.kernels.product import matmul, matvec
 from edgeq.targets.cuda.kernels.quantize_input import quantize_input, quantize_input_static, quantize_input_token
 from edgeq.targets.cuda.kernels.read import read_memory
 from edgeq.targets.cuda.kernels.requantize import add_squares, requantize
+from edgeq.targets.cuda.kernels.row_before import row_before
 from edgeq.targets.cuda.kernels.rows import activate, activate_clamped, embed, inject, scale, select
 from edgeq.targets.cuda.kernels.short_conv import short_conv
 from edgeq.targets.cuda.kernels.state_scan import state_keep, state_scan
@@ -32,7 +33,7 @@ FUNCTIONS = {
         rms_norm, layer_norm, head_norm, value_norm, gated_norm, activate, activate_clamped, scale, array_scale, soft_cap, gate,
         inject, select, rope, head_rotate, cache_write, cache_write_int8, cache_write_int4, attend, arrange, butterflies,
         split_row, add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, low_rank, low_rank_add,
-        read_memory, short_conv, state_scan, state_keep,
+        read_memory, short_conv, row_before, state_scan, state_keep,
     )
 }  # fmt: skip
 RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4, "short_conv": 8, "state_scan": 4}

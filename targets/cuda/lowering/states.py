@@ -7,13 +7,14 @@ from typing import Any
 
 from edgeq.targets.cuda.arguments.states import (
     GatedNormArguments,
+    RowBeforeArguments,
     ShortConvArguments,
     StateRowsArguments,
     StateScanArguments,
 )
 from edgeq.targets.cuda.lowering.context import Launch, Lowering, refuse
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.targets.family_operations import DeltaRule, GatedNorm, ShortConv, SiluConv, SsdScan, padded_head
+from edgeq.targets.family_operations import DeltaRule, GatedNorm, RowBefore, ShortConv, SiluConv, SsdScan, padded_head
 from edgeq.targets.state_layout import padded_width
 from edgeq.targets.states import LOG
 
@@ -53,6 +54,18 @@ def short_conv(lowering: Lowering, op: ShortConv | SiluConv) -> Sequence[Launch]
         has_bias=int(bias is not None),
     )
     return [Launch(op, lowering.stage, Variant("short_conv", (isinstance(op, ShortConv),)), arguments)]
+
+
+def row_before(lowering: Lowering, op: RowBefore) -> Sequence[Launch]:
+    arguments = RowBeforeArguments(
+        x=lowering.buffer(op.x) if op.keeps else 0,
+        out=lowering.buffer(op.out),
+        rows=state_rows(lowering, op.state),
+        stride=lowering.graph.buffers[op.x],
+        width=op.width,
+        padded=padded_width(op.width),
+    )
+    return [Launch(op, lowering.stage, Variant("row_before", (op.keeps,)), arguments)]
 
 
 def delta_rule(lowering: Lowering, op: DeltaRule) -> Sequence[Launch]:

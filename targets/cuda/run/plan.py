@@ -20,7 +20,7 @@ from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from edgeq.targets.cuda.supply.supply import OnKernel
 from edgeq.targets.graph import Graph, Linear
-from edgeq.targets.target import Options
+from edgeq.targets.target import Beside, Options
 
 ALIGNMENT = 256
 
@@ -109,15 +109,21 @@ def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mo
     return sorted(asked, key=lambda variant: variant.symbol)
 
 
-def device_bytes(graph: Graph, file: ModelFile, options: Options, device: Device, stream_masters: bool = False) -> int:
+def device_bytes(
+    graph: Graph, file: ModelFile, options: Options, device: Device, stream_masters: bool = False, beside: Beside | None = None
+) -> int:
     """Memory of a program on a device: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
-    requantized weights of one session if the options ask for them.
+    requantized weights of one session if the options ask for them; with what a program `beside` it takes more.
 
     UnsupportedError: as CudaTarget.compile.
     """
     nothing = NoDevice(device.integrated, device.multiprocessors)
     program = CudaProgram(nothing, graph, file, options, kernel_source=names_only, stream_masters=stream_masters)
-    return program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
+    needed = program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
+    if beside is None:
+        return needed
+    second = CudaProgram(nothing, beside.graph, file, beside.options, kernel_source=names_only, beside=program)
+    return needed + second.device_bytes
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,10 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         kernel_source: KernelSource = build.kernels,
         stream_masters: bool = False,
         tuning: Tuning = DEFAULT,
+        beside: CudaProgram | None = None,
     ) -> None:
         """stream_masters   bring the master of a layer to the device whenever it is read, instead of keeping all of them there
+        beside   a program of the same file, whose pages, states and arrays this one uses
 
         UnsupportedError: the graph has what this target does not, more rows than a launch takes, or kernels are missing.
         """
@@ -76,12 +78,14 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
             raise UnsupportedError(f"the cuda target runs at most {MAX_ROWS} rows; pass a smaller `max_rows` or `max_logits`")
         self._device, self._graph, self._tuning = device, graph, tuning
         layers = (layer for each in self._inputs for layer in each.layers) if stream_masters else ()
-        self._storage = Storage(device, file, [master_arrays(layer) for layer in layers])
-        self._pages, self.window = Pages(device, graph.part_bytes(self.options.kv)), graph.window
+        self._beside, self.window = beside, graph.window
+        held = beside._storage if beside else None
+        self._storage: Storage = Storage(device, file, [master_arrays(layer) for layer in layers], held)
+        self._pages: Pages = beside._pages if beside else Pages(device, graph.part_bytes(self.options.kv))
         self.page_memory = self._pages.host_memory
         self.snapshot_pages = snapshot_pages(graph.states, graph.page_bytes(self.options.kv))
         if graph.states:
-            self._states = States(device, graph.states)
+            self._states = beside._states if beside else States(device, graph.states)
         feed = Feed(graph, file, self._storage, self._pages, self.options.kv)
         self._kernels = ProgramKernels(device, kernel_source, self._pages.base)
         self._one_by_one = OneByOne(device, self._storage, self._kernels, feed, graph.together)
@@ -89,12 +93,12 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         self._largest: dict[int, Chosen] = {}
         self.most_largest, self.largest_rows = 0, ROW_CLASSES[-1]
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
-        self._guard = DeviceGuard()
+        self._guard = beside._guard if beside else DeviceGuard()
         self.prepare(self.options.mode, on_progress)
         if self.options.requantize:
             self._made(self.options.mode, "masters", on_progress)
             self._kernels.load(self._requantizer.variants, on_progress)
-        if any(isinstance(op, Embed) for op in graph.operations):
+        if beside is None and any(isinstance(op, Embed) for op in graph.operations):
             # Of logits, not of what a tower gives.
             self.most_largest = most(self._logits.shape[1])
             chosen = self._chosen(self.most_largest).launches
@@ -147,9 +151,11 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that this program holds, or has reserved for recordings."""
-        states = self._states.nbytes if self.snapshot_pages else 0
-        return self._storage.nbytes + self._pages.nbytes + states + self._recordings.reserved
+        """Bytes of device memory that this program holds, or has reserved for recordings, without what it uses of another."""
+        own = self._storage.nbytes + self._recordings.reserved
+        if self._beside is not None:
+            return own
+        return own + self._pages.nbytes + (self._states.nbytes if self.snapshot_pages else 0)
 
     @property
     def _own(self) -> WeightSource:
@@ -282,6 +288,9 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         taken = self._begun(rows)
         with self._guard:
             self._ahead.drop()
+            if self._beside is not None:
+                # What it started ahead has written where this run does.
+                self._beside._ahead.drop()
             lowering = self._made(mode or self.options.mode, source)
             if sums is not None:
                 self._storage.send("sums", sums.values)

@@ -35,10 +35,11 @@ class Storage:
     """Arrays of the file, each uploaded once, and memory by name; addresses do not change.
 
     streamed   groups of arrays that are not kept: all take turns in the same memory (`bring`)
+    beside     what another program holds, whose arrays of the file are used before any is uploaded
     """
 
-    def __init__(self, device: Device, file: ModelFile, streamed: Iterable[Group] = ()) -> None:
-        self.device, self._file = device, file
+    def __init__(self, device: Device, file: ModelFile, streamed: Iterable[Group] = (), beside: Storage | None = None) -> None:
+        self.device, self._file, self._beside = device, file, beside
         self._uploaded: dict[tuple[ArrayRef, bool], Memory] = {}
         self._named: dict[object, Memory] = {}
         self._turns: dict[ArrayRef, int] = {}
@@ -86,6 +87,8 @@ class Storage:
 
     def _upload(self, ref: ArrayRef, as_stored: bool) -> int:
         key = ref, as_stored
+        if self._beside is not None and key in self._beside._uploaded:
+            return self._beside._uploaded[key].address
         if key not in self._uploaded:
             stored = self._file.array(ref)
             if stored.nbytes > MAX_BYTES:

@@ -110,6 +110,22 @@ def short_conv(kernel: Generated, order: int) -> np.ndarray:
     return np.concatenate([found["out"].ravel(), found["numbers"]])
 
 
+def row_before(kernel: Generated, order: int) -> np.ndarray:
+    """The ring of a state after 40 rows of a session, more than it has places."""
+    rng, rows, width, padded = np.random.default_rng(1), 40, 20, 32
+    arrays = {
+        "x": rng.standard_normal((rows, width)).astype(np.float32), "out": np.zeros((rows, width), np.float32),
+        "order": np.arange(rows, dtype=np.int32), "begins": np.array([0, rows], np.int32),
+        "slots": 9 + np.arange(rows, dtype=np.int32), "states": np.zeros(1, np.int64), "snapshots": np.zeros(rows, np.int64),
+        "numbers": rng.standard_normal(17 * padded).astype(np.float32),
+    }  # fmt: skip
+    scalars: dict[str, int | float] = {
+        "sessions": 1, "state": 0, "snapshot": 0, "stride": width, "width": width, "padded": padded,
+    }  # fmt: skip
+    found = launched(kernel, arrays, scalars, order)
+    return np.concatenate([found["out"].ravel(), found["numbers"]])
+
+
 def state_scan(kernel: Generated, order: int) -> np.ndarray:
     """12 rows of one head from slot 9 on, which end a log and begin one, and what they leave in the state."""
     rng, rows, dim, columns = np.random.default_rng(1), 12, 24, 16
@@ -299,6 +315,7 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("attend together: how a part is added is read too early", TOGETHER, attend_together, BARRIER, 3),
     ("attend together: totals of other warps are read too early", TOGETHER, attend_together, BARRIER, 4),
     ("convolution: a row overwrites one that is still read", Variant("short_conv", (False,)), short_conv, BARRIER, 0),
+    ("row before: a row overwrites one that is still read", Variant("row_before", (True,)), row_before, BARRIER, 0),
     ("scan: keys of other warps are read too early", SCAN, state_scan, BARRIER, 0),
     ("scan: products of other warps are added too early", SCAN, state_scan, BARRIER, 1),
     ("scan: what rows added is read before it is there", SCAN, state_scan, BARRIER, 2),

@@ -19,6 +19,7 @@ from tests.targets.states.test_delta_rule import SIZES, Sizes, of_gates, silu
 from tests.targets.states.test_delta_rule import expected as delta_expected
 from tests.targets.states.test_delta_rule import graph as delta_graph
 from tests.targets.states.test_delta_rule import inputs as delta_inputs
+from tests.targets.states.test_row_before import graph as rows_before
 from tests.targets.states.test_short_conv import graph as convolution
 from tests.targets.states.test_ssd_scan import SIZES as SSD_SIZES
 from tests.targets.states.test_ssd_scan import Sizes as SsdSizes
@@ -47,6 +48,16 @@ def test_a_convolution_has_the_same_bits_in_any_order_of_threads(order: int) -> 
     whole = read(program_of(made, arrays, 2 * LENGTH), (LENGTH,))
     for counts in ((LENGTH,), (7, 1, 20, 2)):
         assert np.array_equal(read(program_of(made, arrays, 2 * LENGTH, order=order), counts), whole)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("width", [5, 40])
+def test_a_row_gets_the_one_before(width: int, drafts: bool) -> None:
+    """Over pages and their snapshots, in runs of more rows than the state has places; what drafts reads before it keeps."""
+    arrays = Arrays()
+    made, expected = rows_before(arrays, width, drafts)
+    for counts in ((1,),) if drafts else ((LENGTH,), (1,), (7, 1, 20, 2), (LOG, LOG + 1)):
+        assert np.array_equal(read(program_of(made, arrays, 2 * LENGTH), counts), expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -41,6 +41,7 @@ LITERALS = {
     "head_rotate": (64,),
     "attend": (64, "int4", PART, True),
     "short_conv": (True,),
+    "row_before": (True,),
     "state_scan": (True, 32, True),
     "state_keep": (True, 32),
     "gated_norm": (True,),

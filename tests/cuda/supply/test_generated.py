@@ -75,7 +75,7 @@ OTHERS = [
     *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
     *(Variant("requantize", (*MASTERS[-1], bits, zero)) for bits in BITS if bits != 4 for zero in (False, True)),
     *(Variant("largest", (first, SLICE)) for first in (True, False)),
-    *(Variant(name, (kind,)) for name in ("short_conv", "gated_norm") for kind in (False, True)),
+    *(Variant(name, (kind,)) for name in ("short_conv", "row_before", "gated_norm") for kind in (False, True)),
     *(Variant("state_scan", (delta, 128, keeps)) for delta in (False, True) for keeps in (False, True)),
     *(Variant("state_keep", (delta, 128)) for delta in (False, True)),
     *(Variant(name) for name in FUNCTIONS),

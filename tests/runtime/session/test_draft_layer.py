@@ -11,16 +11,24 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edgeq.errors import InputError
+from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.format.container import ModelFile
 from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Batch, Model, Sampling, Session
 from edgeq.runtime.batching.job import Job, Ticket
 from edgeq.runtime.batching.scheduler import Scheduler
+from edgeq.runtime.network.draft_layer import drafting_decoder
 from edgeq.runtime.request import Request
-from edgeq.runtime.session.context_size import context_pages
+from edgeq.runtime.session.context_size import cache_bytes, context_pages
 from edgeq.runtime.session.runs import BatchItem, run_drafting
 from edgeq.runtime.speculative.planner import DraftPlanner, Run
+from edgeq.runtime.speculative.speculator import layer_for
+from edgeq.targets import TargetChoice
+from edgeq.targets.family_operations import RowBefore
+from edgeq.targets.graph import Graph
+from edgeq.targets.reference import ReferenceTarget
 from edgeq.targets.rows import PAGE
+from edgeq.targets.target import Options
 from tests.draft_checkpoints import add_draft_layer, drafted_states, plan_drafts, read_tensors
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, 200)]
@@ -221,6 +229,45 @@ def test_of_two_sources_the_one_is_taken_that_pays(better: str) -> None:
             taken.append(plan.source)
         planner.record("exact", plan.gamma + 1, 1 + 0.05 * plan.gamma)
     assert len(taken) > 300 and set(taken[-200:]) == {better}
+
+
+class WithoutRowBefore(ReferenceTarget):
+    """A target that lacks an operation of the layer."""
+
+    def compile(self, graph: Graph, *given: Any, **named: Any) -> Any:
+        if any(isinstance(each, RowBefore) for each in graph.operations):
+            raise UnsupportedError("no RowBefore here")
+        return super().compile(graph, *given, **named)
+
+
+def test_what_a_target_lacks_leaves_the_layer_out_where_nobody_asked_for_it(
+    model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path("qwen3_5_mtp", bits=4, group_size=32)
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(WithoutRowBefore(), []))
+    assert layer_for("qspec", "auto") == "auto" and layer_for("auto", "mtp") is True and layer_for("both") is False
+    with Model.load(path, draft_layer=layer_for("auto"), context=64) as model:
+        assert model.description.endswith("; without the layer that drafts: no RowBefore here")
+        assert len(tokens_of(model, TOKENS[:5], max_tokens=3, draft="auto")) == 3
+    with pytest.raises(UnsupportedError, match="no RowBefore here"):
+        Model.load(path, draft_layer=layer_for("mtp"), context=64)
+
+
+def test_memory_for_the_layer_is_asked_for_before_the_context_is_chosen(
+    model_path: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of the layer, and the buffers that it runs in alone."""
+    path = model_path("qwen3_5_mtp", bits=4, group_size=32)
+    file, options = ModelFile.open(path), Options("a16", max_rows=50)
+    graph = drafting_decoder(file.metadata)
+    decoder_alone = ReferenceTarget().room(graph, file, options).needed + cache_bytes(graph, options, 64)
+    available = decoder_alone + file.metadata.draft_bytes()
+    monkeypatch.setattr("edgeq.targets.host.available_bytes", lambda: available)
+    with pytest.raises(ResourceError, match="no context fits"):
+        Model.load(path, target="reference", mode="a16", max_rows=50, max_logits=1, draft_layer=True)
+    available += 1 << 16
+    with Model.load(path, target="reference", mode="a16", max_rows=50, max_logits=1, draft_layer=True) as model:
+        assert model.drafts and model.context == 64
 
 
 def test_what_has_no_layer_is_refused_in_one_sentence(pair: tuple[Model, Model], model_path: Callable[..., Path]) -> None:
