@@ -355,7 +355,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-FAMILIES["qwen3_5_mtp"] = ("Qwen3_5", {**FAMILIES["qwen3_5"][1], "mtp_num_hidden_layers": 1})
+for made in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    FAMILIES[f"{made}_mtp"] = (FAMILIES[made][0], {**FAMILIES[made][1], "mtp_num_hidden_layers": 1})
 
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",

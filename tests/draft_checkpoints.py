@@ -19,7 +19,7 @@ def add_draft_layer(folder: Path, change: Callable[[dict[str, Any]], None] = lam
 
     written = json.loads((folder / "config.json").read_text())
     config = written.get("text_config", written)
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, inner, head = config["hidden_size"], config.get("intermediate_size", 0), config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     layer = "mtp.layers.0."
     matrices = {
@@ -28,10 +28,15 @@ def add_draft_layer(folder: Path, change: Callable[[dict[str, Any]], None] = lam
         f"{layer}self_attn.k_proj": (kv_heads * head, hidden),
         f"{layer}self_attn.v_proj": (kv_heads * head, hidden),
         f"{layer}self_attn.o_proj": (hidden, heads * head),
-        f"{layer}mlp.gate_proj": (inner, hidden),
-        f"{layer}mlp.up_proj": (inner, hidden),
-        f"{layer}mlp.down_proj": (hidden, inner),
     }
+    owners = {"mlp.": inner}
+    if experts := config.get("num_experts"):
+        matrices |= {f"{layer}mlp.gate": (experts, hidden), f"{layer}mlp.shared_expert_gate": (1, hidden)}
+        owners = {f"mlp.experts.{i}.": config["moe_intermediate_size"] for i in range(experts)}
+        owners["mlp.shared_expert."] = config["shared_expert_intermediate_size"]
+    for owner, width in owners.items():
+        matrices |= {f"{layer}{owner}{part}_proj": (width, hidden) for part in ("gate", "up")}
+        matrices[f"{layer}{owner}down_proj"] = (hidden, width)
     gains = {f"mtp.{name}": hidden for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     gains |= {f"{layer}{name}": hidden for name in ("input_layernorm", "post_attention_layernorm")}
     gains |= {f"{layer}self_attn.{name}": head for name in ("q_norm", "k_norm")}
@@ -107,6 +112,19 @@ def drafted_states(folder: Path, tensors: Mapping[str, Array], tokens: Sequence[
         attended[t] = np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), v[1 : t + 1])
     x = x + linear((attended / (1 + np.exp(-gate))).reshape(count, -1), f"{p}self_attn.o_proj")
     normed = rms(x, f"{p}post_attention_layernorm")
-    g = linear(normed, f"{p}mlp.gate_proj")
-    x = x + linear(g / (1 + np.exp(-g)) * linear(normed, f"{p}mlp.up_proj"), f"{p}mlp.down_proj")
-    return rms(x, "mtp.norm")
+
+    def mlp(x: Array, owner: str) -> Array:
+        g = linear(x, f"{owner}gate_proj")
+        return linear(g / (1 + np.exp(-g)) * linear(x, f"{owner}up_proj"), f"{owner}down_proj")
+
+    if not config.get("num_experts"):
+        return rms(x + mlp(normed, f"{p}mlp."), "mtp.norm")
+    scores = np.exp(linear(normed, f"{p}mlp.gate"))
+    found = mlp(normed, f"{p}mlp.shared_expert.") / (1 + np.exp(-linear(normed, f"{p}mlp.shared_expert_gate")))
+    for t in range(count):
+        chosen = np.argsort(-scores[t])[: config["num_experts_per_tok"]]
+        # Qwen3.5 has no key for it.
+        total = scores[t, chosen if config.get("norm_topk_prob", True) else slice(None)].sum()
+        for e in chosen:
+            found[t] += scores[t, e] / total * mlp(normed[t], f"{p}mlp.experts.{e}.")
+    return rms(x + found, "mtp.norm")

@@ -75,8 +75,9 @@ class Metadata:
         return linears + sum(a.nbytes for name, a in self.arrays.items() if name.startswith(prefix))
 
     def idle_bytes(self) -> int:
-        """Bytes of the experts that a token does not use."""
-        experts = sum(x.nbytes for name, x in self.linears.items() if ".experts." in name)
+        """Bytes of the experts that a token does not use, without those of the layer that drafts."""
+        own = {name: x for name, x in self.linears.items() if not name.startswith(DraftStack.prefix)}
+        experts = sum(x.nbytes for name, x in own.items() if ".experts." in name)
         return experts - experts * self.config.num_experts_per_tok // max(self.config.num_experts, 1)
 
     def bytes_per_token(self) -> dict[str, int]:

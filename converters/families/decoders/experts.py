@@ -10,6 +10,7 @@ from edgeq.converters.families.family import FamilyDescription, ScaleMapping, Va
 from edgeq.converters.families.positions import one_window, rope_of, typed_windows, window
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
+from edgeq.network.stack import Stack
 
 # Module of torch_decoder.py -> Mixtral's own.
 EXPERT_MODULES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -95,15 +96,18 @@ def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     )
 
 
-def qwen_expert_sources(config: ModelConfig, owner: str = "mlp.") -> dict[str, TensorSource]:
+def qwen_expert_sources(
+    config: Stack, owner: str = "mlp.", ours: str = "model.", layers: str = "model."
+) -> dict[str, TensorSource]:
     """Experts that lie in two tensors of a layer, one after another, of each gate above up; in other checkpoints apart.
 
     owner   what stands before their name in a layer
+    ours, layers   with what names of layers begin here, and in the checkpoint
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
     sources = {}
     for layer in range(config.num_hidden_layers):
-        p, theirs = f"model.layers.{layer}.mlp.experts.", f"model.layers.{layer}.{owner}experts."
+        p, theirs = f"{ours}layers.{layer}.mlp.experts.", f"{layers}layers.{layer}.{owner}experts."
         gate_up, down = (experts, 2 * inner, hidden), (experts, hidden, inner)
         for expert in range(experts):
             for module, name, stored, shape, row in (

@@ -111,10 +111,12 @@ def draft_sources(draft: DraftStack) -> dict[str, TensorSource]:
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
         "self_attn.o_proj": (hidden, draft.query_size),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
     }
+    owner = "mlp."
+    if draft.num_experts:
+        owner, inner = "mlp.shared_expert.", draft.shared_expert_intermediate_size
+        shapes |= {"mlp.gate": (draft.num_experts, hidden), "mlp.shared_expert_gate": (1, hidden)}
+    shapes |= {f"{owner}gate_proj": (inner, hidden), f"{owner}up_proj": (inner, hidden), f"{owner}down_proj": (hidden, inner)}
     joined, shape = (hidden, 2 * hidden), (hidden, hidden)
     return {
         **{f"{name}.weight": TensorSource(f"{its}.weight", (hidden,), (hidden,), added=1.0) for name, its in gains.items()},
@@ -122,6 +124,7 @@ def draft_sources(draft: DraftStack) -> dict[str, TensorSource]:
         f"{draft.prefix}hidden.weight": TensorSource(FC, joined, shape, column=hidden),
         **attention_sources(draft, ours, theirs),
         **{f"{ours}{name}.weight": TensorSource(f"{theirs}{name}.weight", its, its) for name, its in shapes.items()},
+        **qwen_expert_sources(draft, ours=draft.prefix, layers="mtp."),
     }
 
 
@@ -238,7 +241,6 @@ QWEN_3_5_MOE = replace(
     settings=qwen3_5_moe_settings,
     keys={"intermediate_size": "moe_intermediate_size"},
     mappings=expert_mappings,
-    drafts=None,
 )
 
 

@@ -102,6 +102,24 @@ def test_it_is_kept_beside_a_vision_tower(tmp_path: Path) -> None:
         assert sum(texts[1].measurement.speculation.drafted) > 0
 
 
+def test_its_experts_are_rounded_and_not_counted_for_a_token(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    files = []
+    for family in ("qwen3_5_moe_mtp", "qwen3_5_moe"):
+        (tmp_path / family).mkdir()
+        files.append(converted(checkpoint(family), tmp_path / family, method="rtn", bits=4, group_size=32))
+    found, plain = (file.metadata for file in files)
+    assert found.bytes_per_token() == plain.bytes_per_token() and found.idle_bytes() == plain.idle_bytes() > 0
+    codecs = {part: found.linears[f"draft.layers.0.{part}"].weights[0].codec for part in ("experts.5.down", "router")}
+    assert codecs["experts.5.down"] == found.linears["layers.0.experts.5.down"].weights[0].codec
+    assert codecs["router"].kind in ("f32", "f16", "bf16")
+    with Model.load(files[0].path, target="reference", draft_layer=True, context=96) as model:
+        texts = [
+            model.generate(list(range(2, 30)), max_tokens=8, ignore_eos=True, draft=draft, gamma=2) for draft in ("off", "mtp")
+        ]
+        assert texts[0].text() == texts[1].text() and texts[0].tokens == texts[1].tokens
+        assert sum(texts[1].measurement.speculation.drafted) > 0
+
+
 @pytest.mark.parametrize(
     "keys",
     [{"mtp_num_hidden_layers": 2}, {"mtp_use_dedicated_embeddings": True}, {"mtp_hidden_states_first": True}],

@@ -19,7 +19,9 @@ from edgeq.runtime.session.runs import BatchItem, run_drafting
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.supply.ahead import needed
 from edgeq.targets.target import Beside
+from edgeq.tools.commands.build import workloads
 from tests.cuda.emulated import EmulatedDevice
 from tests.draft_checkpoints import add_draft_layer, plan_drafts
 
@@ -116,7 +118,7 @@ def test_planted_drafts_are_counted(
 
 
 def test_the_layer_takes_pages_states_and_weights_of_the_model(loaded: Callable[..., Model], path: Path) -> None:
-    """Its own are counted before anything is allocated."""
+    """Its own are counted before anything is allocated, and a pack has the kernels of both."""
     model = loaded(path)
     program, drafting = model.program, model.drafting
     assert isinstance(program, CudaProgram) and isinstance(drafting, CudaProgram)
@@ -124,6 +126,8 @@ def test_the_layer_takes_pages_states_and_weights_of_the_model(loaded: Callable[
     own, all_of_model = drafting.device_bytes, program.device_bytes
     head = model.file.metadata.linears["head"].weights[0].arrays["q"]
     assert drafting._storage.array(head) == program._storage.array(head)
+    packed, _ = needed(workloads(model.file, ("a16",), ("f16",)))
+    assert {*program._kernels.loaded, *drafting._kernels.loaded} <= set(packed)
     target = CudaTarget(EmulatedDevice())
     beside = Beside(drafting._graph, layer_options(program.options))
     alone, both = (target.room(model.graph, model.file, program.options, each).needed for each in (None, beside))

@@ -61,15 +61,20 @@ def drafts_of(session: Session) -> np.ndarray[Any, Any]:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("target", ["reference", "cpu"])
-def test_drafts_are_those_of_the_formula(checkpoint: Callable[..., Path], model_path: Callable[..., Path], target: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("qwen3_5", "reference"), ("qwen3_5", "cpu"), ("qwen3_5_moe", "reference"), ("qwen3_next", "reference")],
+)
+def test_drafts_are_those_of_the_formula(
+    checkpoint: Callable[..., Path], model_path: Callable[..., Path], family: str, target: str
+) -> None:
     import torch
     import transformers
 
-    folder = checkpoint("qwen3_5_mtp", dtype="float32")
+    folder = checkpoint(f"{family}_mtp", dtype="float32")
     tensors = read_tensors(folder)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    path = model_path("qwen3_5_mtp", method="none", dtype="f32")
+    path = model_path(f"{family}_mtp", method="none", dtype="f32")
     with Model.load(path, target=target, mode="a16", draft_layer=True, threads=1, **OPTIONS) as model:
         session, length = model.session(), PAGE + 7
         session.prefill(TOKENS[: length - 1])
@@ -81,7 +86,7 @@ def test_drafts_are_those_of_the_formula(checkpoint: Callable[..., Path], model_
             tokens, hidden = [*TOKENS[:end], TOKENS[end]], np.concatenate([np.zeros((1, found.shape[1])), found])
             for _ in range(3):
                 states = drafted_states(folder, tensors, tokens, hidden)
-                expected = states[-1] @ tensors["model.embed_tokens.weight"].T
+                expected = states[-1] @ tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).T
                 (logits,) = run_drafting([BatchItem(session, tokens[-1:], [0])])
                 assert np.abs(logits[0] - expected).max() < 2e-3 * np.abs(expected).max()
                 tokens.append(int(expected.argmax()))
