@@ -89,9 +89,10 @@ def test_a_budget_and_a_plan_leave_it_in_four_bits(checkpoint: Checkpoint) -> No
     assert plan.draft is not None and plan.draft.options.bits == 4
 
 
-def test_it_is_kept_beside_a_vision_tower(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["states", "states_experts"])
+def test_it_is_kept_beside_a_vision_tower(tmp_path: Path, kind: str) -> None:
     """As checkpoints of Qwen3.5 are published."""
-    folder = build(tmp_path / "sees", "states")
+    folder = build(tmp_path / "sees", kind)
     add_draft_layer(folder)
     path = converted(folder, tmp_path, method="rtn", group_size=32).path
     prompt = list(range(2, 40))
