@@ -28,6 +28,7 @@ from edgeq.runtime.network.compiled import DraftLayer, compiled
 from edgeq.runtime.network.draft_layer import no_layer
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import ImageSource, Pictures, check_image_tokens
+from edgeq.runtime.network.policy import Policy
 from edgeq.runtime.network.text_reader import TextReader
 from edgeq.runtime.network.vision import Tower
 from edgeq.runtime.prompt_reader import PromptReader
@@ -89,6 +90,8 @@ class Model(TextReader):
         )  # fmt: skip
         self.graph, self.context, self.drafting = made.graph, made.context, made.drafting
         self._program: Program | None = made.program
+        beside = file, choice.target, self.program, self.graph, self.context, on_progress
+        self.policy = Policy(*beside) if self.config.policy else None
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
         self.description = self.program.description + "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
@@ -116,7 +119,7 @@ class Model(TextReader):
         for session in list(self._sessions):
             session.close()
         with self._lock:
-            self._program = self.drafting = self._choice = None
+            self._program = self.drafting = self._choice = self.policy = None
             if self.pictures:
                 self.pictures.close()
 

@@ -241,6 +241,15 @@ def reference(folder: Path) -> Any:
     """transformers' model in float32 that rounds keys and values to f16, in the tower too, as edgeq's cache does."""
     import torch
     from transformers import AutoModelForImageTextToText
+
+    reference_attention()
+    torch.set_num_threads(1)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="rounded")
+    return model.eval()
+
+
+def reference_attention() -> None:
+    """Enter the attention "rounded" into transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
@@ -252,6 +261,3 @@ def reference(folder: Path) -> Any:
 
     ALL_ATTENTION_FUNCTIONS.register("rounded", rounded)
     ALL_MASK_ATTENTION_FUNCTIONS.register("rounded", eager_mask)
-    torch.set_num_threads(1)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="rounded")
-    return model.eval()

@@ -22,11 +22,14 @@ from edgeq.format.manifest import (
     layer_contents,
     layer_prefix,
     patch_contents,
+    policy_input,
+    policy_output,
     projector_contents,
     table_shapes,
 )
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.draft_stack import DraftStack
+from edgeq.network.policy_stack import PolicyStack
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import Stack
 
@@ -193,6 +196,8 @@ class FamilyDescription:
     scores     of a reranker: what makes a score of the states of a pair of texts
     variants   the same architecture around another decoder: its description by the configuration
     template   the chat template of checkpoints that have none: how transformers' processor makes a prompt
+    inside     the key of the configuration's object that has the decoder and the tower; empty: they are in it
+    policy     the expert of a model that makes actions; None: it makes none
     drafts     whether a checkpoint with these keys and tensors has a layer that drafts tokens, whose `sources` are known; None:
                none has
     """
@@ -216,7 +221,15 @@ class FamilyDescription:
     scores: Callable[[Values], Pooling] | None = None
     variants: Callable[[Values], FamilyDescription] | None = None
     template: str = ""
+    inside: str = ""
+    policy: Callable[[Values], PolicyStack] | None = None
     drafts: Callable[[Values, Container[str]], bool] | None = None
+
+
+def layer_tensors_of(config: Stack) -> dict[str, tuple[int, ...]]:
+    """The tensors of all layers of a stack without biases, and their shapes, under the names used here."""
+    plain = Family(FamilyDescription("", {}, {}, dict), config)
+    return {name: shape for i in range(config.num_hidden_layers) for name, shape in plain.layer_parts(i).values()}
 
 
 @dataclass(frozen=True)
@@ -246,6 +259,12 @@ class Family:
         """The family of the layer that drafts tokens for this decoder."""
         draft = self.config.draft if isinstance(self.config, ModelConfig) else None
         return Family(self.description, draft) if draft else None
+
+    @property
+    def policy(self) -> Family | None:
+        """The family of the expert that makes actions of what this decoder reads."""
+        policy = self.config.policy if isinstance(self.config, ModelConfig) else None
+        return Family(self.description, policy) if policy else None
 
     def sources(self) -> dict[str, TensorSource]:
         """Where the tensors lie, the tower's too."""
@@ -298,9 +317,11 @@ class Family:
         """Every tensor the model needs and its shape; of a decoder without those of its tower and of the layer that drafts."""
         config = self.config
         layers = [dict(self.layer_parts(layer).values()) for layer in range(config.num_hidden_layers)]
-        if isinstance(config, (VisionConfig, DraftStack)):
+        if isinstance(config, (VisionConfig, DraftStack, PolicyStack)):
             if isinstance(config, VisionConfig):
                 ends = patch_contents(config) | projector_contents(config)
+            elif isinstance(config, PolicyStack):
+                ends = policy_input(config) | policy_output(config)
             else:
                 ends = draft_input(config) | draft_output(config)
             return dict(self.end_parts(ends).values()) | {name: shape for layer in layers for name, shape in layer.items()}

@@ -62,7 +62,7 @@ def _preprocessor(texts: Path) -> dict[str, Any] | None:
 
 def _check_tensors(checkpoint: Checkpoint, family: Family) -> None:
     """CheckpointError unless the tensors are exactly those of the configuration, in name, shape and type."""
-    beside = [each for each in (family.tower, family.draft) if each]
+    beside = [each for each in (family.tower, family.draft, family.policy) if each]
     expected = family.tensor_shapes() | {name: shape for each in beside for name, shape in each.tensor_shapes().items()}
     families = [each for each in (family, family.tower) if each]
     for name, shape in expected.items():

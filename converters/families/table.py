@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.families.decoders.cohere import COHERE_FAMILIES
@@ -29,6 +30,7 @@ from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.paligemma import PALIGEMMA
+from edgeq.converters.families.vision.pi0 import PI0
 from edgeq.converters.families.vision.qwen3_5 import QWEN_3_5_VL_FAMILIES
 from edgeq.converters.families.vision.qwen3_vl import QWEN3_VL
 from edgeq.converters.families.vision.qwen_vl import QWEN_VL_FAMILIES
@@ -51,6 +53,7 @@ DESCRIPTIONS = (
     *IDEFICS_FAMILIES,
     *LLAVA_FAMILIES,
     PALIGEMMA,
+    PI0,
 )
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 TILES = (
@@ -112,6 +115,9 @@ def recognise(hf: Values, preprocessor: Values | None = None, pooling: Pooling |
             f"supported: {', '.join(FAMILIES)}"
         )
     description, vision = FAMILIES[name], None
+    if description.inside:
+        with _named("config.json"):
+            hf = {**hf, **_object(hf, description.inside), "model_type": hf.get("model_type")}
     if description.scores is not None:
         if pooling is not None:
             raise UnsupportedError(
@@ -136,11 +142,16 @@ def recognise(hf: Values, preprocessor: Values | None = None, pooling: Pooling |
             settings = _tower_settings(description.tower, hf, values)
         image = _image(settings, preprocessor)
         token = values.get("image_token_id", values.get("image_token_index"))
+        if description.policy is not None and token == values["vocab_size"]:
+            # It stands for features alone, and has no row of the embedding.
+            token = 0
         with _named("config.json"):
             vision = VisionConfig(**settings, image=image, image_token_id=token)
     with _named("config.json"):
         _check_neutral(description, values)
         config = _model_config(description, values, vision, pooling)
+        if description.policy is not None:
+            config = replace(config, policy=description.policy(hf))
     return Family(description, config), config
 
 

@@ -229,9 +229,9 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
 
 
 def _draft(method: Method) -> Method | None:
-    """What is done to the layer that drafts: rounding in the codec of the decoder's layers, without calibration, as what it
-    gives is checked; or nothing where the decoder stays as it is."""
-    family, options = method.family.draft, method.options
+    """What is done to the layer that drafts, or to the expert of a policy: rounding in the codec of the decoder's layers,
+    without calibration, as what the first gives is checked; or nothing where the decoder stays as it is."""
+    family, options = method.family.draft or method.family.policy, method.options
     if family is None:
         return None
     if options.bits is None:

@@ -26,11 +26,14 @@ from edgeq.format.manifest import (
     layer_contents,
     layer_prefix,
     patch_contents,
+    policy_input,
+    policy_output,
     projector_contents,
     table_shapes,
 )
 from edgeq.network.config import VisionConfig
 from edgeq.network.draft_stack import DraftStack
+from edgeq.network.policy_stack import PolicyStack
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def write_steps(
         WriteStep("text and embedding", tuple(first), method),
         *(tower_steps(checkpoint, tower) if tower else ()),
         *(WriteStep(f"layer {i + 1} of {layers}", tuple(stack.layer(i)), method, i, i) for i in range(layers)),
-        *((draft_step(checkpoint, draft),) if draft else ()),
+        *(beside_steps(checkpoint, draft) if draft else ()),
         WriteStep("norm and head" if config.pooling is None else "norm", tuple(ends), method),
     )
 
@@ -127,12 +130,19 @@ def tower_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
     yield WriteStep("vision projector", tuple(stack.ends(projector_contents(config))), method, block=layers + 1)
 
 
-def draft_step(checkpoint: Checkpoint, method: Method) -> WriteStep:
-    """The step of the layer that drafts."""
+def beside_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
+    """The step of the layer that drafts, or the steps of the expert of a policy."""
     config, stack = method.stack, StackItems(checkpoint, method)
-    assert isinstance(config, DraftStack)
-    items = (*stack.ends(draft_input(config)), *stack.layer(0), *stack.ends(draft_output(config)))
-    return WriteStep("layer that drafts", items, method)
+    if isinstance(config, DraftStack):
+        items = (*stack.ends(draft_input(config)), *stack.layer(0), *stack.ends(draft_output(config)))
+        yield WriteStep("layer that drafts", items, method)
+        return
+    assert isinstance(config, PolicyStack)
+    layers = config.num_hidden_layers
+    yield WriteStep("expert's input", tuple(stack.ends(policy_input(config))), method)
+    for i in range(layers):
+        yield WriteStep(f"expert's layer {i + 1} of {layers}", tuple(stack.layer(i)), method)
+    yield WriteStep("expert's output", tuple(stack.ends(policy_output(config))), method)
 
 
 class StackItems:

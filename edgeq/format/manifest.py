@@ -12,6 +12,7 @@ from edgeq.format.metadata import Metadata
 from edgeq.format.records import ArrayRef, LinearSpec, Transform, Weight
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.draft_stack import DraftStack
+from edgeq.network.policy_stack import PolicyStack
 from edgeq.network.stack import Stack
 
 Shape = tuple[int, int]
@@ -19,9 +20,9 @@ MODALITIES = 2
 """Text and vision: kinds of rows that can have activation scales of their own."""
 MAX_BASE = 4096
 """The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
-FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "ssd_dt", "row_context")
-"""Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, or adds up in a state
-from token to token."""
+FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "ssd_dt", "row_context", "state_in", "action_in", "action_out")
+"""Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, adds up in a state
+from token to token, or is one of actions."""
 
 
 StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
@@ -119,6 +120,20 @@ def draft_input(config: DraftStack) -> StackContents:
 def draft_output(config: DraftStack) -> StackContents:
     """What it has after it."""
     return {f"{config.prefix}norm": (config.hidden_size,)}
+
+
+def policy_input(config: PolicyStack) -> StackContents:
+    """What an expert has before its layers: what reads the state, and what joins actions and time."""
+    hidden, p = config.hidden_size, config.prefix
+    shapes = {"state_in": (hidden, config.state_size), "action_in": (hidden, config.action_size)}
+    shapes |= dict.fromkeys(("time_action", "time_in", "time_out"), (hidden, hidden))
+    return {f"{p}{name}": {f"{p}{name}": shape} for name, shape in shapes.items()}
+
+
+def policy_output(config: PolicyStack) -> StackContents:
+    """What it has after them."""
+    name = f"{config.prefix}action_out"
+    return {f"{config.prefix}norm": (config.hidden_size,), name: {name: (config.action_size, config.hidden_size)}}
 
 
 def projectors(config: VisionConfig) -> Iterator[tuple[str, str]]:
@@ -221,6 +236,10 @@ def _parts(config: ModelConfig) -> Iterator[StackContents]:
     yield from (layer_contents(config, layer) for layer in range(config.num_hidden_layers))
     if draft := config.draft:
         yield draft_input(draft) | layer_contents(draft, 0) | draft_output(draft)
+    if policy := config.policy:
+        yield policy_input(policy)
+        yield from (layer_contents(policy, layer) for layer in range(policy.num_hidden_layers))
+        yield policy_output(policy)
 
 
 def rotation_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[str, tuple[int, ...]]]:

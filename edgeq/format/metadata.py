@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from edgeq.format.records import ArrayRef, KvCodec, LinearSpec, Mode
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.draft_stack import DraftStack
+from edgeq.network.policy_stack import PolicyStack
 
 ALIGNMENT = 64
 """Every segment starts at a multiple of it, and has at least one byte."""
@@ -70,6 +71,10 @@ class Metadata:
         """Bytes of the layer that drafts, without the head and the embedding, which it shares."""
         return self._bytes_of(DraftStack.prefix)
 
+    def policy_bytes(self) -> int:
+        """Bytes of the expert that makes actions."""
+        return self._bytes_of(PolicyStack.prefix)
+
     def _bytes_of(self, prefix: str) -> int:
         linears = sum(x.nbytes for name, x in self.linears.items() if name.startswith(prefix))
         return linears + sum(a.nbytes for name, a in self.arrays.items() if name.startswith(prefix))
@@ -91,7 +96,7 @@ class Metadata:
         # One row of a table is read, which is not worth counting.
         all_weights = sum(x.nbytes for name, x in self.linears.items() if name not in ("embedding", "layer_rows")) + norms
         return {
-            "weights": all_weights - self.idle_bytes() - head - self.vision_bytes() - self.draft_bytes(),
+            "weights": all_weights - self.idle_bytes() - head - self.vision_bytes() - self.draft_bytes() - self.policy_bytes(),
             "head": head,
             "kv_per_position": sum(2 * each.kv_heads * self.kv.head_bytes(each.head_dim) for each in map(config.heads_of, own)),
         }

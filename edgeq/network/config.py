@@ -17,6 +17,7 @@ from edgeq.network.draft_stack import DraftStack
 from edgeq.network.image_config import ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.picture_texts import PictureTexts
+from edgeq.network.policy_stack import PolicyStack
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES, Stack
 from edgeq.network.stack_json import read_stack, stack_record
@@ -243,6 +244,7 @@ class ModelConfig(Stack):
     bidirectional           tokens see those after them too; a sliding window reaches as far on both sides (EmbeddingGemma)
     bidirectional_prompt    tokens of a prompt see each other both ways, whatever the window; those after it see what is before
                             them (PaliGemma)
+    policy                  the expert beside it makes actions of what it reads; None: it continues texts (π0)
     draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
     """
 
@@ -258,6 +260,7 @@ class ModelConfig(Stack):
     segments: int = 1
     draft_layers: int = 0
     bidirectional_prompt: bool = False
+    policy: PolicyStack | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -319,6 +322,10 @@ class ModelConfig(Stack):
                 "bidirectional_prompt beside pooling, layers with a state, draft_layers or heads of several shapes is not "
                 "supported"
             )
+        if self.policy is not None:
+            if not self.bidirectional_prompt or self.vision is None:
+                raise UnsupportedError("policy is supported with bidirectional_prompt and a vision tower")
+            self.policy.check_beside(self)
         self._check_draft()
 
     def _check_draft(self) -> None:
@@ -349,6 +356,7 @@ class ModelConfig(Stack):
 
     def record(self) -> dict[str, Any]:
         found = stack_record(self) | ({"vision": stack_record(self.vision)} if self.vision else {})
+        found |= {"policy": stack_record(self.policy)} if self.policy else {}
         return found | ({"pooling": self.pooling.record()} if self.pooling else {})
 
     def to_json(self) -> str:
@@ -363,11 +371,12 @@ class ModelConfig(Stack):
             raise FormatError(f"config is not JSON: {error}") from None
         if not isinstance(data, dict):
             raise FormatError("config is not a JSON object")
-        vision, pooling = data.pop("vision", None), data.pop("pooling", None)
+        vision, pooling, policy = (data.pop(key, None) for key in ("vision", "pooling", "policy"))
         return read_stack(
             cls,
             data,
             "config",
             vision=None if vision is None else VisionConfig.read(vision, "config vision"),
             pooling=None if pooling is None else Pooling.read(pooling, "config pooling"),
+            policy=None if policy is None else PolicyStack.read(policy, "config policy"),
         )

@@ -22,6 +22,8 @@ MAX_EDGE = 1 << 13
 MAX_ASPECT = 200
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 QWEN, CLIP, SIGLIP = "Qwen2VLImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"
+PI0 = "PI0ImageProcessor"
+"""As SigLIP's for pictures as wide as high; others it pads, which a policy refuses."""
 LLAVA = "LlavaImageProcessor"
 """As CLIP's, unless it pads."""
 IDEFICS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
@@ -34,6 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
     LLAVA: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
     SIGLIP: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}},
+    PI0: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"max_height": 224, "max_width": 224}, "do_pad": True},
     **dict.fromkeys(
         IDEFICS,
         {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 1, "do_pad": True}
@@ -196,6 +199,10 @@ class ImageConfig:
             )
         given = {**DEFAULTS[kind], **{key: value for key, value in data.items() if key not in IGNORED and value is not None}}
         neutral = NEUTRAL | ({"do_pad": True, "do_image_splitting": True} if kind in IDEFICS else {})
+        if kind == PI0:
+            size = given["size"] if isinstance(given["size"], dict) else {}
+            neutral |= {"do_pad": True, "pad_size": given.get("pad_size")}
+            given["size"] = {key: size.get(f"max_{key}") for key in ("height", "width")}
         for key, expected in [*neutral.items(), *((key, sizes.get(key, 1)) for key in sorted(SIZES))]:
             if (value := given.pop(key, expected)) != expected:
                 raise UnsupportedError(f"preprocessor_config.json: {key} {value!r:.80} is not supported; only {expected!r} is")

@@ -10,6 +10,7 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.runtime.network.decoder import decoder
 from edgeq.runtime.network.draft_layer import drafting_decoder, drafting_layer, layer_options
+from edgeq.runtime.network.policy import reading_decoder
 from edgeq.runtime.session.context_size import cache_bytes, choose_context, whole_texts
 from edgeq.targets.graph import Graph
 from edgeq.targets.requantization import shared_inputs
@@ -69,7 +70,8 @@ def _compiled(
     *,
     on_progress: OnProgress,
 ) -> CompiledModel:
-    metadata, network = file.metadata, drafting_decoder if drafts else decoder
+    metadata = file.metadata
+    network = drafting_decoder if drafts else reading_decoder if metadata.config.policy else decoder
     # Its buffers do not depend on the context, only rotary frequencies do.
     graph = network(metadata)
     options, context = whole_texts(metadata.config, options, context)

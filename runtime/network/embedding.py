@@ -66,6 +66,8 @@ def check_ranks(file: ModelFile) -> Pooling:
 def check_continues(file: ModelFile, more: str = "") -> None:
     """InputError: the model of a file embeds texts; `more`: what can be done with it, for the end of the message."""
     pooling = file.metadata.config.pooling
+    if file.metadata.config.policy is not None:
+        raise InputError(f"{file.path}: this model makes actions and continues no texts; use edgeq act or Model.act{more}")
     if pooling is not None and pooling.ranks:
         raise InputError(
             f"{file.path}: this model ranks documents and has no head to continue texts with; use edgeq rerank, Model.rerank "

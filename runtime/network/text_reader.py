@@ -1,4 +1,4 @@
-"""What models do that read texts and do not continue them: make vectors of them, and rank documents."""
+"""What models do that read texts and do not continue them: make vectors of them, rank documents, and act."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
+from edgeq.runtime.arguments import wrong
 from edgeq.runtime.network.embedding import Embedder, RankedDocument, Texts, Vectors
+from edgeq.runtime.network.pictures import ImageSource, Pictures
+from edgeq.runtime.network.policy import Policy, check_acts, checked_steps, numbers, prompt_of
 from edgeq.runtime.network.pooler import Pooler
 from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.runtime.session.session import OnPrompt, Session
@@ -23,6 +30,8 @@ class TextReader(Protocol):
     config: ModelConfig
     context: int
     prefill_rate: PrefillRate
+    policy: Policy | None
+    pictures: Pictures | None
 
     @property
     def program(self) -> Program: ...
@@ -64,3 +73,37 @@ class TextReader(Protocol):
         InputError: the model is no reranker, a text is empty, or a query and a document together are longer than the context.
         """
         return self.embedder.rerank(query, documents, top_n, on_progress)
+
+    def act(
+        self,
+        images: Sequence[ImageSource],
+        text: str,
+        state: Sequence[float] | NDArray[np.float32],
+        *,
+        noise: NDArray[np.float32] | None = None,
+        seed: int | None = None,
+        steps: int | None = None,
+    ) -> NDArray[np.float32]:
+        """What a robot does next, float32 [actions, numbers of an action], in the units that the policy was trained with.
+
+        images   what its cameras see, in the order of training: paths, bytes of files, PIL images
+        text     what it is to do
+        state    of the robot, in the units of training; a shorter one goes on with zeros
+        noise    float32 of the result's shape, from which the actions are made; None: drawn by `seed`; None: by chance
+        steps    from noise to actions; None: those of the file
+
+        InputError: the model is no policy, is closed, or an argument of the wrong type or out of range.
+        """
+        expert = check_acts(self.config)
+        policy, pictures = self.policy, self.pictures
+        if policy is None or pictures is None:
+            raise InputError("the model is closed; load it again")
+        steps, shape = checked_steps(steps, expert), (expert.actions, expert.action_size)
+        given = numbers("state", state, expert.state_size)
+        if noise is None:
+            noise = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        elif not isinstance(noise, np.ndarray) or noise.shape != shape:
+            raise wrong("noise", noise, f"an array of {shape[0]} x {shape[1]} numbers")
+        prompt = prompt_of(text, images, pictures, self.text)
+        with self.session() as session:
+            return policy.act(session, prompt, given, noise.astype(np.float32), steps)

@@ -392,6 +392,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "attn_logit_softcapping beside attention_sinks",
     ),
     "a prompt of another kind": ({"bidirectional_prompt": 1}, FormatError, "bidirectional_prompt is 1; expected true or false"),
+    "a policy that is a list": ({"policy": [1]}, FormatError, "config policy is not a JSON object"),
+    "a policy of half a file": ({"policy": {"actions": 1}}, FormatError, "config policy rope lacks theta"),
     "a prompt beside states": (
         {"bidirectional_prompt": True, "ssd": SSD},
         UnsupportedError,

@@ -1,4 +1,4 @@
-"""The options of `edgeq embed`, and the command `edgeq rerank`, options only."""
+"""The options of `edgeq embed`, and the commands `edgeq rerank` and `edgeq act`, options only."""
 
 from __future__ import annotations
 
@@ -66,5 +66,32 @@ def rerank(**options: Any) -> None:
     A line for each, the best first: its score, its number, from 0 on, and its text as JSON.
     """
     from edgeq.tools.commands.embed import rerank as command
+
+    command(**options)
+
+
+@click.command(
+    "act",
+    short_help="Make a robot's next actions.",
+    epilog="""
+    edgeq act pi0.edgeq --image front.png --image wrist.png -p "pick up the cup" --state "[0.1, -0.4, 0.7]"
+    """,
+)
+@MODEL
+@text("--image", "images", metavar="FILE", type=click.Path(path_type=Path), multiple=True, help="What a camera sees; of all.")
+@text("-p", "--prompt", "prompt", metavar="TEXT", required=True, help="What the robot is to do.")
+@text("--state", metavar="JSON", required=True, help="Its state: a list of numbers, in the units of training.")
+@text("--steps", type=int, metavar="N", help="From noise to actions.  [default: those of the file]")
+@text("--seed", type=int, metavar="N", help="Of the noise.  [default: by chance]")
+@text("-c", "--context", type=int, metavar="N", help="Positions of the cache: pictures, text, state and actions together.")
+@THREADS
+@EXECUTION_OPTIONS
+@JSON
+def act(**options: Any) -> None:
+    """What a robot does next, by a policy (π0): a line of JSON, a list of numbers, for each action, in their order.
+
+    Numbers are in the units that the policy was trained with.
+    """
+    from edgeq.tools.commands.embed import act as command
 
     command(**options)

@@ -11,7 +11,7 @@ from edgeq import __version__
 from edgeq.tools.cli import cache_options, export_options
 from edgeq.tools.cli.batch_options import BATCH_OPTIONS
 from edgeq.tools.cli.convert_options import CONVERT_OPTIONS
-from edgeq.tools.cli.embed_options import EMBED_OPTIONS, rerank
+from edgeq.tools.cli.embed_options import EMBED_OPTIONS, act, rerank
 from edgeq.tools.cli.entry import Commands
 from edgeq.tools.cli.help_sections import section
 from edgeq.tools.cli.options import (
@@ -90,6 +90,7 @@ main.add_command(hub_options.pull)
 main.add_command(hub_options.show)
 main.add_command(hub_options.remove)
 main.add_command(rerank)
+main.add_command(act)
 
 
 @main.command(

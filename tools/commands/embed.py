@@ -1,4 +1,4 @@
-"""`edgeq embed`: texts become vectors.  `edgeq rerank`: documents get scores."""
+"""`edgeq embed`: texts become vectors.  `edgeq rerank`: documents get scores.  `edgeq act`: a robot's next actions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
 from edgeq.runtime.network.embedding import check_dimensions, check_embeds, check_ranks, instruction_of
+from edgeq.runtime.network.policy import check_acts
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
 from edgeq.text.tokenizer import Tokenizer
 from edgeq.tools.cli.terminal import note, progress
@@ -119,6 +120,43 @@ def rerank(
     note(f"model    {describe(loaded.file)}")
     note(f"runs on  {loaded.description}")
     note(f"ranked   {len(given):,} document{'s' * (len(given) > 1)}, {tokens:,} tokens: {tokens / seconds:,.1f} tok/s")
+
+
+def act(
+    *,
+    model: Path,
+    images: tuple[Path, ...],
+    prompt: str,
+    state: str,
+    steps: int | None,
+    seed: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """A JSON array of numbers in a line for every action, or one JSON object; the speed on standard error.
+
+    InputError: the model is no policy, the state is no list of numbers, or an option out of range.
+    """
+    check_acts(ModelFile.open(model).metadata.config)
+    try:
+        given = json.loads(state)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, list):
+        raise InputError(f"--state is {state[:80]!r}; expected a JSON list of numbers")
+    loaded = load(model, None, options | UNUSED, sees=True, embeds=True)
+    started = perf_counter()
+    found = loaded.act([str(path) for path in images], argument(prompt, "-p"), given, seed=seed, steps=steps)
+    seconds = perf_counter() - started
+    if as_json:
+        made = {"actions": found.tolist(), "act_s": seconds, "context": loaded.context}
+        click.echo(json.dumps({**made, **identification(loaded)}))
+        return
+    for action in found.tolist():
+        click.echo(json.dumps(action))
+    note(f"model    {describe(loaded.file)}")
+    note(f"runs on  {loaded.description}")
+    note(f"acted    {len(found):,} actions in {seconds:.2f} s")
 
 
 def all_texts(texts: Sequence[str], file: Path | None, option: str = "-p") -> Iterator[str]:

@@ -1,0 +1,194 @@
+"""A policy: what a decoder has read of pictures and a text, and the state of a robot, become actions (π0: Black et al. 2024,
+arXiv 2410.24164).
+
+The decoder runs once, for its keys and values.  The expert, a second list of operations over the same cache layers, runs over
+a row for the state, which sees those and itself, and then, in every step of Euler's method from noise at time 1 to actions at
+time 0, over a row for each action, which see all of them, the state, and each other.  The keys and values of the state are the
+same in every step; those of actions are overwritten by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.errors import InputError, UnsupportedError
+from edgeq.format.container import ModelFile
+from edgeq.format.metadata import Metadata
+from edgeq.network.config import ModelConfig
+from edgeq.network.policy_stack import MAX_STEPS, PolicyStack
+from edgeq.pictures.prompt import Prompt, with_pictures
+from edgeq.runtime.arguments import integer, wrong
+from edgeq.runtime.network.block_parts import norm
+from edgeq.runtime.network.decoder import attention_block, buffer_widths, decoder, mlp_block
+from edgeq.runtime.network.pictures import ImageSource, Pictures
+from edgeq.runtime.sampling import NOT_FINITE
+from edgeq.runtime.session.context_size import check_length
+from edgeq.runtime.session.session import Session
+from edgeq.targets.graph import Activate, CacheWrite, Graph, InjectVectors, Linear, Operation, Select
+from edgeq.targets.rows import Rows
+from edgeq.targets.target import OnProgress, Program, Target, no_progress
+from edgeq.text.tokenizer import Tokenizer
+
+Actions = NDArray[np.float32]
+
+
+def reading_decoder(metadata: Metadata, context: int = 0) -> Graph:
+    """The graph of a policy's decoder up to its last keys and values, of which nothing but these is needed."""
+    graph = decoder(metadata, context, all_rows=True)
+    buffers = {name: width for name, width in graph.buffers.items() if name != graph.result}
+    return replace(graph, buffers=buffers, operations=until_last_keys(graph.operations), result="x")
+
+
+def until_last_keys(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Up to the last keys and values; the residual stream, as it is there, is the result."""
+    last = max(i for i, o in enumerate(operations) if isinstance(o, CacheWrite))
+    return *operations[: last + 1], Select(-1, ("x",))
+
+
+def of_state(metadata: Metadata, expert: PolicyStack, context: int, beside: Graph) -> Graph:
+    """The graph of the row that brings the state: its keys and values."""
+    operations = (
+        InjectVectors(-1, "state"),
+        Linear(-1, "state", metadata.linears[f"{expert.prefix}state_in"], "x"),
+        *layers(metadata, expert, context),
+    )
+    buffers = buffer_widths(expert) | {"state": expert.state_size}
+    return replace(beside, buffers=buffers, operations=until_last_keys(operations), result="x")
+
+
+def of_actions(metadata: Metadata, expert: PolicyStack, context: int, beside: Graph) -> Graph:
+    """The graph of the rows that bring an action each, and the sines and cosines of the time: how they change with it."""
+    linears, p, hidden = metadata.linears, expert.prefix, expert.hidden_size
+    operations = (
+        InjectVectors(-1, "action"),
+        InjectVectors(-1, "time", expert.action_size),
+        Linear(-1, "action", linears[f"{p}action_in"], "x"),
+        Linear(-1, "x", linears[f"{p}time_action"], "joined"),
+        Linear(-1, "time", linears[f"{p}time_in"], "joined", add=True),
+        Activate(-1, "joined", hidden, "mixed", "silu", gated=False),
+        Linear(-1, "mixed", linears[f"{p}time_out"], "x"),
+        *layers(metadata, expert, context),
+        norm(metadata, expert, -1, "x", f"{p}norm", "normed"),
+        Select(-1, ("normed",)),
+        Linear(-1, "normed", linears[f"{p}action_out"], "velocity"),
+    )
+    wide = dict.fromkeys(("time", "joined", "mixed"), hidden) | dict.fromkeys(("action", "velocity"), expert.action_size)
+    return replace(beside, buffers=buffer_widths(expert) | wide, operations=operations, result="velocity")
+
+
+def layers(metadata: Metadata, expert: PolicyStack, context: int) -> Iterator[Operation]:
+    for layer in range(expert.num_hidden_layers):
+        yield from attention_block(metadata, expert, layer, context, cache=layer, span=0)
+        yield from mlp_block(metadata, expert, layer)
+
+
+def angles(expert: PolicyStack, time: float) -> NDArray[np.float32]:
+    """Sines and cosines of a time in float32, each step rounded as where the policy was trained: a fast one turns 1,571 times
+    a unit of time."""
+    share = np.linspace(0, 1, expert.hidden_size // 2, dtype=np.float32)
+    least, ratio = np.float32(expert.min_period), np.float32(expert.max_period / expert.min_period)
+    turns = np.float32(1) / (least * ratio**share) * np.float32(2) * np.float32(np.pi) * np.float32(time)
+    return np.concatenate([np.sin(turns), np.cos(turns)]).astype(np.float32)
+
+
+def check_acts(config: ModelConfig) -> PolicyStack:
+    """InputError: the model makes no actions."""
+    if config.policy is None:
+        raise InputError(f"this model ({config.model_type}) makes no actions: it is no policy; use edgeq run or Model.generate")
+    return config.policy
+
+
+class Policy:
+    """The compiled expert of a file, beside the program of its decoder."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        target: Target,
+        program: Program,
+        graph: Graph,
+        context: int,
+        on_progress: OnProgress = no_progress,
+    ) -> None:
+        """UnsupportedError: the target runs one list of operations over a cache."""
+        self.expert, self._context = check_acts(file.metadata.config), context
+        if not target.shares_weights:
+            raise UnsupportedError(f"target {target.name} has no experts of policies yet; run with --target cpu")
+        options = replace(program.options, max_rows=self.expert.actions, max_logits=self.expert.actions, cache_bytes=0)
+        made = (each(file.metadata, self.expert, context, graph) for each in (of_state, of_actions))
+        self._state, self._actions = (target.compile(each, file, options, on_progress, beside=program) for each in made)
+
+    def act(self, session: Session, prompt: Prompt, state: Actions, noise: Actions, steps: int) -> Actions:
+        """The actions float32 [actions, action_size] after `prompt`, which an empty `session` reads.
+
+        state   float32 [state_size];  noise: float32 [actions, action_size]
+        """
+        count, length = self.expert.actions, len(prompt.tokens)
+        check_length(length + 1 + count, self._context, visual=prompt.visual_tokens)
+        session.prefill(prompt)
+        with session.lock:
+            session.reserve(1 + count)
+            self._state.run(self._rows(session, length, state[None]))
+            actions = noise.copy()
+            for step in range(steps):
+                turned = np.broadcast_to(angles(self.expert, 1 - step / steps), (count, self.expert.hidden_size))
+                rows = self._rows(session, length + 1, np.concatenate([actions, turned], axis=1))
+                actions -= self._actions.run(rows) / np.float32(steps)
+        if not np.isfinite(actions).all():
+            raise InputError(NOT_FINITE.replace("logits", "actions"))
+        return actions
+
+    def _rows(self, session: Session, first: int, vectors: NDArray[np.float32]) -> Rows:
+        """Rows from slot `first` on that bring `vectors`, and see each other and all before them."""
+        count = len(vectors)
+        slots = np.arange(first, first + count, dtype=np.int32)
+        spans = np.stack([np.zeros(count, np.int32), np.full(count, first + count, np.int32)])[None]
+        return Rows(
+            tokens=np.zeros(count, np.int32),
+            positions=slots[None],
+            slots=slots,
+            sessions=np.zeros(count, np.int32),
+            pages=[session.pages],
+            wanted=np.arange(count, dtype=np.int32),
+            vectors=np.ascontiguousarray(vectors, np.float32),
+            vector_of=np.arange(count, dtype=np.int32),
+            spans=spans,
+        )
+
+
+def prompt_of(text: str, images: Sequence[ImageSource], pictures: Pictures, tokenizer: Tokenizer) -> Prompt:
+    """The pictures of all cameras, then the beginning of a text, `text` and a line end.
+
+    InputError: no picture, or one that cannot be read or is not as wide as high: a policy was trained on such.
+    """
+    found = pictures.read_all(images)
+    if not found or not isinstance(text, str):
+        raise wrong("images" if not found else "text", images if not found else text, "a picture of each camera, and a text")
+    for picture in found:
+        if picture.size[0] != picture.size[1]:
+            raise InputError(f"a picture of {picture.name} pixels; a policy takes pictures as wide as high: cut or pad it")
+    image = pictures.vision.image_token_id
+    tokens = [*tokenizer.encode_part(tokenizer.special_tokens.get("bos_token", "")), *tokenizer.encode_plain(f"{text}\n")]
+    if image in tokens:
+        raise wrong("text", text, "one without the padding token")
+    return with_pictures([*[image] * len(found), *tokens], found, pictures.vision, lambda text: [])
+
+
+def checked_steps(steps: int | None, expert: PolicyStack) -> int:
+    return expert.steps if steps is None else integer("steps", steps, 1, MAX_STEPS)
+
+
+def numbers(name: str, given: Any, size: int) -> Actions:
+    """`given` as float32 [size]; a shorter one goes on with zeros, as such policies were trained.  InputError: not numbers."""
+    try:
+        found = np.asarray(given, np.float32)
+    except (TypeError, ValueError):
+        raise wrong(name, given, f"at most {size} numbers") from None
+    if found.ndim != 1 or not 0 < len(found) <= size or not np.isfinite(found).all():
+        raise wrong(name, given, f"1 to {size} finite numbers")
+    return np.concatenate([found, np.zeros(size - len(found), np.float32)])
