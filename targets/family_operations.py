@@ -1,5 +1,5 @@
 """Operations that only some families have: layers with a state (states.py), in which a row depends on the rows of its session
-before it, gates, norms of values, factors and caps."""
+before it, gates, norms of values, factors, caps and means."""
 
 from __future__ import annotations
 
@@ -282,3 +282,12 @@ class SoftCap(Operation):
     cap: float
 
     WRITES = ("x",)
+
+
+@dataclass(frozen=True)
+class RowMean(Operation):
+    """out = the mean of `count` parts of x, side by side, each as wide as out (Gemma 3: neighbouring patches)."""
+
+    x: str
+    count: int
+    out: str

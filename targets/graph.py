@@ -214,7 +214,7 @@ class Attention(Operation):
     """out = softmax(q k^T * scale) v over the slots that the row sees.
 
     span     -1, causal: slots 0 ... its own, with a `window` above 0 the last that many; else which kind of `Rows.spans`
-    cache    index of the layer in `Graph.cache`
+    cache    index of the layer in `Graph.cache`;  ahead: ranges of a span are causal, with this `window`, but of pictures
     sinks    array [heads]: scores whose shares go nowhere (gpt-oss);  cap: scores z become cap tanh(z / cap) (Gemma 2)
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
@@ -233,6 +233,7 @@ class Attention(Operation):
     span: int = -1
     sinks: ArrayRef | None = None
     cap: float | None = None
+    ahead: bool = False
 
 
 Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu"]
@@ -391,8 +392,8 @@ class Graph:
 
     def part_bytes(self, kv: KvCodec) -> tuple[int, int]:
         """Bytes of the two parts of a page: layers without a window, and those with one."""
-        windowed = sum(layer.position_bytes(kv) for layer in self.cache if layer.window)
-        return PAGE * (sum(layer.position_bytes(kv) for layer in self.cache) - windowed), PAGE * windowed
+        whole, windowed = (sum(each.position_bytes(kv) for each in self.cache if bool(each.window) == w) for w in (False, True))
+        return PAGE * whole, PAGE * windowed
 
     @property
     def window(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets.family_operations import ArrayScale, Gate, GatedNorm, ScaleAdd, ShareScale, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Gate, GatedNorm, RowMean, ScaleAdd, ShareScale, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -161,6 +161,11 @@ def array_scale(context: RunContext, op: ArrayScale, rows: Rows, state: State) -
 
 def scale_add(context: RunContext, op: ScaleAdd, rows: Rows, state: State) -> None:
     state[op.out] += state[op.x] * np.float32(op.factor)
+
+
+def row_mean(context: RunContext, op: RowMean, rows: Rows, state: State) -> None:
+    out = context.out(state, op.out, len(rows))
+    out[:] = state[op.x].reshape(len(rows), op.count, -1).mean(axis=1)
 
 
 def share_scale(context: RunContext, op: ShareScale, rows: Rows, state: State) -> None:

@@ -22,6 +22,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedNorm,
     RowBefore,
+    RowMean,
     ScaleAdd,
     ShareScale,
     ShortConv,
@@ -206,4 +207,5 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     ScaleAdd: layers.scale_add,
     ShareScale: layers.share_scale,
     SoftCap: layers.soft_cap,
+    RowMean: layers.row_mean,
 }

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, ShareScale, SoftCap, ValueNorm
+from edgeq.targets.family_operations import ArrayScale, Gate, RowMean, ScaleAdd, ShareScale, SoftCap, ValueNorm
 from edgeq.targets.graph import Activate, Attention, CacheWrite, LayerNorm, NormAdd, PositionAdd, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
@@ -164,6 +164,14 @@ def test_factors_of_a_stream_sums_and_plain_gates(width):
     wanted[:, : width - 3] *= 2 * x[:, 3:]
     for found in (oracle, y):
         assert np.abs(found - wanted).max() < 1e-5
+
+
+@pytest.mark.parametrize("width", [16, 40])
+def test_a_mean_of_parts_side_by_side(width):
+    x, arrays = np.random.default_rng(width).standard_normal((ROWS, 4 * width)), Arrays()
+    graph = shown(arrays, x, [RowMean(0, "x", 4, "y")], "y", {"x": 4 * width, "y": width, "_dim": 2})
+    for found in both(graph, arrays, ROWS, [2, 3]):
+        assert np.abs(found - x.reshape(ROWS, 4, width).mean(1)).max() < 1e-6
 
 
 def test_shares_are_multiplied_by_numbers_of_their_experts():

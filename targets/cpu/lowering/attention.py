@@ -160,6 +160,7 @@ def _bf16_unit(context: Context, o: op.Attention) -> int | None:
     """What multiplies bf16 for rows that see ranges of an f16 cache; None: nothing does, or mode a16 forbids it."""
     if (
         o.span < 0
+        or o.ahead
         or o.sinks
         or o.cap
         or context.options.kv.kind != "f16"

@@ -23,6 +23,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedNorm,
     RowBefore,
+    RowMean,
     ScaleAdd,
     ShareScale,
     ShortConv,
@@ -124,4 +125,5 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     ScaleAdd: layers.scale,
     ShareScale: experts.share_scale,
     SoftCap: layers.soft_cap,
+    RowMean: layers.row_mean,
 }

@@ -12,7 +12,7 @@ from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
-from edgeq.targets.family_operations import ArrayScale, ScaleAdd, SoftCap
+from edgeq.targets.family_operations import ArrayScale, RowMean, ScaleAdd, SoftCap
 
 
 def embed(context: Context, o: op.Embed) -> None:
@@ -117,6 +117,13 @@ def soft_cap(context: Context, o: SoftCap) -> None:
     args = norms.SoftCapArgs(x=x, x_stride=stride, width=width, cap=o.cap)
     context.emit(kernel(norms.soft_cap, context.max_tile), args, parts=channel_parts(width))
     context.invalidate(o.x)
+
+
+def row_mean(context: Context, o: RowMean) -> None:
+    (x, x_stride), (out, out_stride) = context.place(o.x), context.place(o.out)
+    args = norms.RowMeanArgs(x=x, x_stride=x_stride, count=o.count, width=context.width(o.out), out=out, out_stride=out_stride)
+    context.emit(kernel(norms.row_mean), args)
+    context.invalidate(o.out)
 
 
 def position_add(context: Context, o: op.PositionAdd) -> None:

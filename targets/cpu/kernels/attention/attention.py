@@ -83,8 +83,9 @@ def visible_range(least, end, window, start):
 
 
 @inline
-def in_one_unit(args, spans, r, seen, rows):
-    """Whether row r + rows may join the rows from r on in a unit: it has the next slot, or with spans the same range.
+def in_one_unit(args, spans, r, seen, rows, advance):
+    """Whether row r + rows may join the rows from r on in a unit: it has the next slot, or with spans the same range, or one
+    that ends `advance` slots after that of the row before, and begins with the same slot or as the window says.
 
     seen   the first slot that row r sees, and the last
     """
@@ -93,7 +94,9 @@ def in_one_unit(args, spans, r, seen, rows):
         return False
     if spans:
         place = args.spans + 4 * following
-        return get_i32(place) == begin and get_i32(place + args.span_stride) == slot + 1
+        first, end = get_i32(place), get_i32(place + args.span_stride)
+        slides = advance == 1 and args.window > 0 and first == end - args.window
+        return (first == begin or slides) and end == slot + 1 + rows * advance
     return get_i32(args.slots + 4 * following) == slot + rows
 
 
@@ -132,8 +135,9 @@ def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
                 slot, begin_slot, advance, rows = get_i32(args.slots + 4 * r), 0, 1, 1
                 if spans:
                     begin_slot, slot = get_i32(args.spans + 4 * r), get_i32(args.spans + args.span_stride + 4 * r) - 1
-                    advance = 0
-                while r + rows < stop and in_one_unit(args, spans, r, (begin_slot, slot), rows):
+                    advance = int(r + 1 < stop and in_one_unit(args, spans, r, (begin_slot, slot), 1, 1))
+                    window = args.window * advance
+                while r + rows < stop and in_one_unit(args, spans, r, (begin_slot, slot), rows, advance):
                     rows += 1
                 last = slot + (rows - 1) * advance
                 queries = rows * shared
@@ -152,7 +156,7 @@ def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
                         put_f32(state + MAX_SCORE, max(sink, np.float32(NOTHING)))
                         put_f32(state + TOTALS, np.float32(1))
                     begin_query(head, state)
-                oldest = max(0, slot + 1 - window) if window > 0 else begin_slot
+                oldest = max(begin_slot, slot + 1 - window) if window > 0 else begin_slot
                 for start in range(oldest // POSITIONS * POSITIONS, last + 1, POSITIONS):
                     keys = keys_at(args, r, start, kv_head, code)
                     values = keys + half_bytes(head.dim, head.high, code)

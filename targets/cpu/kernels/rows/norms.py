@@ -281,6 +281,42 @@ def scaled(add: bool) -> Kernel:
     return kernel
 
 
+class RowMeanArgs(Args):
+    """count: parts of x, side by side; width: of each, and of out."""
+
+    x = pointer()
+    x_stride = nbytes()
+    count = number()
+    width = number()
+    out = pointer()
+    out_stride = nbytes()
+
+
+def row_mean() -> Kernel:
+    """The mean of parts of a row."""
+
+    def kernel(record, part, parts, thread):
+        args = RowMeanArgs(record)
+        width, whole = args.width, args.width // 16 * 16
+        share = np.float32(1) / np.float32(args.count)
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            for c in range(0, whole, 16):
+                total = vload(x + 4 * c)
+                for i in range(1, args.count):
+                    total = vadd(total, vload(x + 4 * (i * width + c)))
+                vstore(out + 4 * c, vmul(total, vsplat(share)))
+            # No whole vector: after the last part it would read what is not the row's.
+            for c in range(whole, width):
+                sum_ = get_f32(x + 4 * c)
+                for i in range(1, args.count):
+                    sum_ += get_f32(x + 4 * (i * width + c))
+                put_f32(out + 4 * c, sum_ * share)
+            clear_padding(out, width)
+
+    return kernel
+
+
 class PositionAddArgs(Args):
     """table [positions, width]; positions i32 of the rows."""
 
