@@ -40,7 +40,11 @@ class PromptReader:
         if isinstance(prompt, (bytes, bytearray)):
             raise wrong("prompt", prompt, "a string or a list of token ids; decode it first")
         vocabulary = self._config.vocab_size
-        tokens = self._text().encode(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, vocabulary)
+        if isinstance(prompt, str):
+            vision = self._config.vision
+            text = vision.texts.placed(prompt) if vision and vision.texts else prompt
+            return self._with_pictures(self._text().encode(text), images)
+        tokens = token_ids("prompt", prompt, vocabulary)
         return self._with_pictures(tokens, images)
 
     def tool_use(self, tools: Any, choice: Any, parallel: Any) -> ToolUse | None:

@@ -291,3 +291,14 @@ class RowMean(Operation):
     x: str
     count: int
     out: str
+
+
+@dataclass(frozen=True)
+class GatedAdd(Operation):
+    """out += sigmoid(gate[:, 0]) * x."""
+
+    x: str
+    gate: str
+    out: str
+
+    READS = ("x", "gate", "out")

@@ -299,17 +299,6 @@ class Experts(Operation):
 
 
 @dataclass(frozen=True)
-class GatedAdd(Operation):
-    """out += sigmoid(gate[:, 0]) * x."""
-
-    x: str
-    gate: str
-    out: str
-
-    READS = ("x", "gate", "out")
-
-
-@dataclass(frozen=True)
 class Select(Operation):
     """outs[i][r] = the rows wanted[r * together] ... wanted[(r + 1) * together - 1] of buffers[i], side by side.
 

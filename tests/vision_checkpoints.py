@@ -9,6 +9,7 @@ from typing import Any
 
 TRAINED = Path(__file__).parent.parent / "models" / "tiny-qwen2vl"
 START, IMAGE, END = 2048, 2049, 2050
+BEGIN = "<start_of_image>"
 COMMON: dict[str, Any] = {
     "vocab_size": 2052,
     "num_hidden_layers": 2,
@@ -133,6 +134,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "outside": {"scale_factor": 4},
         "tied": False,
     },
+    # Four tokens of two by two patches; the window is shorter than a text, and than a picture and what comes before it.
+    "averaged": {
+        "kind": "Gemma3",
+        "text": {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 24, "sliding_window": 6, "query_pre_attn_scalar": 17, "rms_norm_eps": 3e-5}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "vocab_size": 2056},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 84}
+        | {"patch_size": 6, "image_size": 24, "layer_norm_eps": 3e-5, "vision_use_head": False},
+        "outside": {"mm_tokens_per_image": 4},
+        "rope": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
+        },
+        "tied": True,
+    },
 }
 # Prompts that are one run, so apart from the others.
 WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
@@ -158,7 +174,7 @@ WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
     },
 }
 TILED = ("SmolVLM", "Idefics3")
-ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe", "PaliGemma")
+ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "PaliGemma")
 PROCESSORS = {
     "clip_vision_model": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 0}, "crop_size": 0},
     "siglip_vision_model": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 0, "width": 0}},
@@ -178,8 +194,9 @@ def build(folder: Path, name: str) -> Path:
     outside: dict[str, Any] = {"image_token_id": IMAGE, **settings.get("outside", {})}
     if "rope" in settings:
         text["rope_parameters"] = settings["rope"]
-        vision = {"hidden_size": text["hidden_size"], **vision, "spatial_merge_size": 2}
-    if kind in ("Llava", "PaliGemma"):
+        if kind != "Gemma3":
+            vision = {"hidden_size": text["hidden_size"], **vision, "spatial_merge_size": 2}
+    if kind in ("Llava", "Gemma3", "PaliGemma"):
         outside["image_token_index"] = outside.pop("image_token_id")
         text["tie_word_embeddings"] = settings["tied"]
     config = getattr(transformers, f"{kind}Config")(
@@ -191,7 +208,11 @@ def build(folder: Path, name: str) -> Path:
         for key, parameter in model.named_parameters():
             if "norm" in key or "ln_q" in key or "layrnorm" in key:
                 # Weights of these decoders are what gains have above 1, but for the norm of a delta net.
-                above = kind in ABOVE_ONE and "language_model" in key and not key.endswith("linear_attn.norm.weight")
+                above = (
+                    kind in ABOVE_ONE
+                    and ("language_model" in key or "soft_emb" in key)
+                    and not key.endswith("linear_attn.norm.weight")
+                )
                 parameter.data = float(key.endswith("weight") and not above) + 0.3 * torch.randn_like(parameter)
             elif key.endswith("A_log"):
                 # Memories of one token to hundreds.
@@ -211,13 +232,25 @@ def build(folder: Path, name: str) -> Path:
         (folder / "chat_template.jinja").unlink()
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_text((folder / file).read_text().replace("<|image_pad|>", "<image>"))
-    if kind in ("Qwen3_5", "Qwen3_5Moe"):
+    if kind.startswith("Qwen3_5"):
         # transformers puts its own pre-tokenizer into this family's tokenizers, as tokenizer.json of the real ones has it.
         transformers.Qwen3_5Tokenizer.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
     if kind in TILED:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_special_tokens(["<fake_token_around_image>", "<global-img>", "<row_1_col_1>"])
         tokenizer.save(str(folder / "tokenizer.json"))
+    if kind == "Gemma3":
+        names = {
+            "<|vision_start|>": "<start_of_image>",
+            "<|image_pad|>": "<image_soft_token>",
+            "<|vision_end|>": "<end_of_image>",
+        }
+        tokenizer = (folder / "tokenizer.json").read_text()
+        for theirs, its in names.items():
+            tokenizer = tokenizer.replace(theirs, its)
+        (folder / "tokenizer.json").write_text(tokenizer)
+        template = (folder / "chat_template.jinja").read_text()
+        (folder / "chat_template.jinja").write_text(template.replace("<|vision_start|><|image_pad|><|vision_end|>", BEGIN))
     (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"], kind)))
     return folder
 
@@ -227,6 +260,9 @@ def _processor(vision: dict[str, Any], kind: str) -> dict[str, Any]:
     if kind in TILED:
         sizes = {"size": {"longest_edge": 3 * vision["image_size"]}, "max_image_size": {"longest_edge": vision["image_size"]}}
         return {"image_processor_type": f"{kind}ImageProcessor", "image_mean": [0.4, 0.5, 0.6], **sizes}
+    if kind == "Gemma3":
+        sizes = {"size": dict.fromkeys(("height", "width"), vision["image_size"])}
+        return {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": None, "image_seq_length": 4, **sizes}
     if "image_size" not in vision:
         found: dict[str, Any] = json.loads((TRAINED / "preprocessor_config.json").read_text())
         return found | {"patch_size": vision["patch_size"]}

@@ -293,14 +293,16 @@ def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:
     return torch.cat(rows)[inverse] * config.embedding_multiplier
 
 
-def visible(length: int, window: int, bidirectional: bool = False) -> Tensor:
+def visible(length: int, window: int, bidirectional: bool = False, ends: Tensor | None = None) -> Tensor:
     """Mask bool [1, 1, length, length]: a token sees itself and those before it, the last `window` of them; 0: all.
 
     bidirectional   and as many after it
+    ends            int64 [length], how far each sees instead: up to the token before
     """
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
     distance = distance.abs() if bidirectional else distance
-    return ((distance >= 0) & (distance < window if window else True))[None, None]
+    seen = distance >= 0 if ends is None else torch.arange(length)[None] < ends[:, None]
+    return (seen & (distance < window if window else True))[None, None]
 
 
 def _input_hook(observer: Callable[[Tensor], None]) -> Callable[..., None]:

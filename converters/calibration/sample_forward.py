@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,15 @@ from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
 from edgeq.network.config import ModelConfig
 from edgeq.pictures.prompt import positions
+from edgeq.pictures.whole_pictures import seen_ends
+
+
+def whole_ends(config: ModelConfig, sample: PictureSample) -> Tensor | None:
+    """int64 [tokens], the place after the last token that each sees, where tokens of a picture see all of it; None: they see
+    what is before them."""
+    if not config.whole_pictures:
+        return None
+    return torch.from_numpy(seen_ends(sample.places, np.arange(len(sample.tokens), dtype=np.int32))).long()
 
 
 class SampleForward(TokenForward):
@@ -56,7 +66,7 @@ class SampleForward(TokenForward):
             if rope is not None:
                 at = torch.from_numpy(positions(sample.places, 0, length, rope.axes)).long()
                 angles = angles_at(rope, config.head_dim, at)
-            mask = visible(length, config.window(index))
+            mask = visible(length, config.window(index), ends=whole_ends(config, sample))
             yield CalibrationBatch(x, {"position_embeddings": angles, "attention_mask": mask}, visual)
 
     def passed(self, index: int) -> None:

@@ -118,7 +118,7 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     if "chat_template" not in text.blobs:
         raise UnsupportedError("the checkpoint has no chat template, which says where a picture goes; calibrate with a text")
     encoder = Tokenizer(text.blobs["tokenizer.json"], text.generation)
-    template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder, sees=True)
+    template = ChatTemplate(text.blobs["chat_template"].decode("utf-8"), encoder, True, vision.texts)
     most_tokens = vision.most_tokens
     if vision.tokens_vary:
         most_tokens = max(vision.piece_tokens(1), min(most_tokens, MAX_TOKENS, config.max_position_embeddings // 2))

@@ -58,7 +58,9 @@ class Projection(nn.Module):
         self._joined, self._norm_first = joined, norm == "patch"
         self.activation = ACTIVATIONS[config.project_act] if inner else None
         size = config.hidden_size if self._norm_first else joined
+        self.mean_norm = Norm(config, config.token_size) if config.averaged else None
         self.norm = None if norm == "none" else Norm(config, size, config.layer_norm)
+        joined = config.token_size
         first = {"0": nn.Linear(joined, inner, bias="project.0" in biases)} if inner else {}
         last = nn.Linear(inner or joined, config.out_hidden_size, bias="project.1" in biases)
         self.project = nn.ModuleDict({**first, "1": last})
@@ -68,6 +70,8 @@ class Projection(nn.Module):
         if self._norm_first and self.norm is not None:
             x = self.norm(x)
         x = x.reshape(1, -1, self._joined)
+        if self.mean_norm is not None:
+            x = self.mean_norm(x.unflatten(-1, (-1, self.mean_norm.weight.shape[0])).mean(-2))
         if not self._norm_first and self.norm is not None:
             x = self.norm(x)
         if self.activation is not None:

@@ -27,6 +27,7 @@ from edgeq.converters.families.encoders.modernbert import MODERNBERT
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.state_spaces.falcon_h1 import FALCON_H1
 from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
+from edgeq.converters.families.vision.gemma3 import GEMMA_3_VL
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.paligemma import PALIGEMMA
@@ -51,6 +52,7 @@ DESCRIPTIONS = (
     QWEN3_VL,
     *QWEN_3_5_VL_FAMILIES,
     *IDEFICS_FAMILIES,
+    GEMMA_3_VL,
     *LLAVA_FAMILIES,
     PALIGEMMA,
     PI0,
@@ -173,7 +175,8 @@ def _decoder_values(description: FamilyDescription, hf: Values) -> Values:
     with _named("config.json"):
         nested = _object(hf, "text_config")
     # transformers ties the head if either level says so.
-    tied = hf.get("tie_word_embeddings") or nested.get("tie_word_embeddings") or False
+    said = [each for each in (hf.get("tie_word_embeddings"), nested.get("tie_word_embeddings")) if each is not None]
+    tied = any(said) if said else description.defaults["tie_word_embeddings"]
     return {**description.defaults, **hf, **nested, "model_type": hf.get("model_type"), "tie_word_embeddings": tied}
 
 

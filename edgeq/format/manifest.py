@@ -100,10 +100,11 @@ def patch_contents(config: VisionConfig) -> StackContents:
 
 def projector_contents(config: VisionConfig) -> StackContents:
     """What a tower has after its layers, in execution order."""
-    joined, contents = config.joined_size, dict[str, dict[str, Shape] | tuple[int, ...]]()
+    joined, contents = config.token_size, dict[str, dict[str, Shape] | tuple[int, ...]]()
     for p, norm in projectors(config):
         if norm != "none":
             contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size)
+        contents |= {"vision.mean_norm": (joined,)} if config.averaged else {}
         if config.project_size:
             contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
         contents[f"{p}project.1"] = {f"{p}project.1": (config.out_hidden_size, config.project_size or joined)}

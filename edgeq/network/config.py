@@ -49,6 +49,8 @@ class VisionConfig(Stack):
     patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
     merge                 merge x merge neighbouring patches are joined into one feature
     project_norm          the norm before the projector: over every "patch", over the "joined" ones, or "none"
+    averaged              those that are joined are not side by side in it, but their mean, which has an RMS norm of its own
+                          (Gemma 3); then project_norm is "patch"
     project_size          inner channels of the projector project.1(act(project.0(joined))); 0: it is project.1(joined)
     project_act           its activation; "none" where it is one layer
     out_hidden_size       channels of a feature
@@ -86,6 +88,7 @@ class VisionConfig(Stack):
     class_feature: bool = False
     pre_norm: bool = False
     tap_layers: tuple[int, ...] = ()
+    averaged: bool = False
     texts: PictureTexts | None = None
 
     prefix: ClassVar[str] = "vision."
@@ -115,6 +118,10 @@ class VisionConfig(Stack):
                 f"a project_size of 0, which is a projector of one layer, is supported with project_act {NO_ACTIVATION!r}, "
                 "without tap_layers"
             )
+        if self.averaged and (self.project_norm != "patch" or self.tap_layers or self.class_row):
+            raise UnsupportedError(
+                "averaged is supported with a project_norm over every 'patch', without tap_layers and class_row"
+            )
         if self.project_size and self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
@@ -137,7 +144,7 @@ class VisionConfig(Stack):
 
     def _check_positions(self) -> None:
         """FormatError: the table of positions does not fit; UnsupportedError: positions or a class row of another kind."""
-        for name in ("interpolated", "class_row", "class_feature", "pre_norm"):
+        for name in ("interpolated", "class_row", "class_feature", "pre_norm", "averaged"):
             check_flag(name, getattr(self, name))
         check_integer("position_rows", self.position_rows, 0, MAX_POSITIONS)
         axial = self.rope.kind == "axial" and self.rope.axes == 2
@@ -196,7 +203,7 @@ class VisionConfig(Stack):
     def most_text(self) -> int:
         """Characters of the texts beside the tokens of a picture, at most."""
         side = self.image.tiles_a_side
-        return sum(map(len, self.texts.before(side, side))) if self.texts else 0
+        return sum(map(len, self.texts.before(side, side))) + len(self.texts.shown) if self.texts else 0
 
     def token_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """Frames, rows and columns of the tokens of a picture whose patches have `grid`."""
@@ -219,6 +226,11 @@ class VisionConfig(Stack):
     def joined_size(self) -> int:
         """Channels of the patches that are joined."""
         return self.merge**2 * self.hidden_size
+
+    @property
+    def token_size(self) -> int:
+        """Channels of a token that the projector reads."""
+        return self.hidden_size if self.averaged else self.joined_size
 
     @classmethod
     def read(cls, data: Any, where: str) -> VisionConfig:
@@ -245,6 +257,8 @@ class ModelConfig(Stack):
     bidirectional_prompt    tokens of a prompt see each other both ways, whatever the window; those after it see what is before
                             them (PaliGemma)
     policy                  the expert beside it makes actions of what it reads; None: it continues texts (π0)
+    whole_pictures          tokens of a picture see all of it, those after them too; a sliding window bounds what is before them
+                            (Gemma 3)
     draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
     """
 
@@ -257,6 +271,7 @@ class ModelConfig(Stack):
     vision: VisionConfig | None = None
     pooling: Pooling | None = None
     bidirectional: bool = False
+    whole_pictures: bool = False
     segments: int = 1
     draft_layers: int = 0
     bidirectional_prompt: bool = False
@@ -266,6 +281,9 @@ class ModelConfig(Stack):
         super().__post_init__()
         check_flag("bidirectional", self.bidirectional)
         check_flag("bidirectional_prompt", self.bidirectional_prompt)
+        check_flag("whole_pictures", self.whole_pictures)
+        if self.whole_pictures and (self.vision is None or self.rope.axes > 1):
+            raise UnsupportedError("whole_pictures without a vision tower, or with several rotary axes, is not supported")
         learned = self.rope.kind == "learned" and self.bidirectional
         check_integer("segments", self.segments, 1, MAX_SEGMENTS if learned else 1)
         if type(self.model_type) is not str or len(self.model_type) > 64:
@@ -334,7 +352,7 @@ class ModelConfig(Stack):
         plain = self.alike and self.pre_norms and self.rope.kind != "learned"
         other = (
             *(self.layer_norm, self.post_norms, self.parallel, self.normed_residual != "none", self.conv_layers, self.ssd),
-            *(self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling),
+            *(self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling, self.whole_pictures),
         )
         if self.draft_layers and (any(other) or not plain):
             raise UnsupportedError(
@@ -351,8 +369,16 @@ class ModelConfig(Stack):
     def ranges(self) -> tuple[int, ...]:
         """Sliding windows that layers have, 0 for none, each once, where tokens, or those of a prompt, see both ways; else
         empty."""
-        windows = {self.window(layer) for layer in range(self.num_hidden_layers)}
-        return tuple(sorted(windows)) if self.bidirectional or self.bidirectional_prompt else ()
+        return self._windows if self.bidirectional or self.bidirectional_prompt else ()
+
+    @property
+    def picture_ranges(self) -> tuple[int, ...]:
+        """The same where tokens of a picture do."""
+        return self._windows if self.whole_pictures else ()
+
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        return tuple(sorted({self.window(layer) for layer in range(self.num_hidden_layers)}))
 
     def record(self) -> dict[str, Any]:
         found = stack_record(self) | ({"vision": stack_record(self.vision)} if self.vision else {})

@@ -1,7 +1,7 @@
 """How a picture becomes the pixels that a vision tower was trained on: a checked record of the configuration.
 
-The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Idefics3), whose settings are in a checkpoint's
-preprocessor_config.json.
+The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3, Idefics3), whose settings are in a
+checkpoint's preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MAX_PIXELS = 1 << 26
 MAX_EDGE = 1 << 13
 MAX_ASPECT = 200
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+GEMMA = "Gemma3ImageProcessor"
+"""As SigLIP's, unless it cuts long pictures ("pan and scan")."""
 QWEN, CLIP, SIGLIP = "Qwen2VLImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"
 PI0 = "PI0ImageProcessor"
 """As SigLIP's for pictures as wide as high; others it pads, which a policy refuses."""
@@ -37,6 +39,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     LLAVA: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
     SIGLIP: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}},
     PI0: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"max_height": 224, "max_width": 224}, "do_pad": True},
+    GEMMA: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}, "resample": 2},
     **dict.fromkeys(
         IDEFICS,
         {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 1, "do_pad": True}
@@ -47,9 +50,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", "_valid_processor_keys", "do_convert_rgb",
            "auto_map", "data_format", "input_data_format", "device", "return_tensors", "default_to_square",
            "disable_grouping", "num_frames", "max_frames", "min_frames", "fps", "video_sampling",
-           "return_row_col_info", "image_seq_length")  # fmt: skip
+           "return_row_col_info", "image_seq_length", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
+           "pan_and_scan_min_ratio_to_activate")  # fmt: skip
 """Keys without influence on the pixels of a picture: it is always converted to RGB."""
-NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False}
+NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False, "do_pan_and_scan": False}
 SIZES = {"patch_size", "temporal_patch_size", "merge_size"}
 
 

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.container import ModelFile
+from edgeq.network.picture_texts import PictureTexts
 from edgeq.system.confinement import ConfinementLimits, LimitError, confined
 from edgeq.text.template_tags import TAGS
 from edgeq.text.thinking_formats import thinking_format
@@ -52,11 +53,12 @@ class ChatTemplate:
     thinking      how it marks what it thinks before an answer; None: in no way that is known here
     """
 
-    def __init__(self, source: str, text: Tokenizer, sees: bool = False) -> None:
+    def __init__(self, source: str, text: Tokenizer, sees: bool = False, beside: PictureTexts | None = None) -> None:
         """sees   the model reads pictures: bos comes first where its tokenizer puts it before a text, and content is given in
         parts to a template that reads nothing else, as transformers' processors do
+        beside    texts that a prompt has beside pictures; None: there are none
         """
-        self._text, self._sees = text, sees
+        self._text, self._sees, self._beside = text, sees, beside or PictureTexts()
         self._source_length = len(source)
         self._literals = list(text.added)
         self._all = _alternatives(self._literals)
@@ -74,7 +76,12 @@ class ChatTemplate:
         """The template of a file, or `given` instead; None: there is none.  UnsupportedError: it cannot be read."""
         blob = file.blob("chat_template") if given is None else given.encode()
         try:
-            return None if blob is None else cls(blob.decode("utf-8"), text(), file.metadata.config.vision is not None)
+            vision = file.metadata.config.vision
+            return (
+                None
+                if blob is None
+                else cls(blob.decode("utf-8"), text(), vision is not None, vision.texts if vision else None)
+            )
         except UnicodeDecodeError:
             raise UnsupportedError(f"{file.path}: the chat template is not UTF-8; {OTHER_TEMPLATE}") from None
 
@@ -93,7 +100,7 @@ class ChatTemplate:
         plain: dict[int, list[int]] = {}  # a message may be nothing but literals
         for i, part in enumerate(_MARKED.split(rendered)):
             if i % 2 == 0:
-                tokens += self._text.encode_part(part) if part else []
+                tokens += self._text.encode_part(self._beside.placed(part)) if part else []
             elif (index := int(part)) < len(self._literals):
                 if index not in plain:
                     plain[index] = self._text.encode_plain(self._literals[index])

@@ -226,7 +226,7 @@ class Scheduler(BaseScheduler):
             # Its inputs are summed, which a run does for one session.
             readers, decoding = readers[:1], []
         chunks = [text.chunks for text in readers if text.chunks]
-        if options.max_rows - len(decoding) < max(tile, chunks[0].least):
+        if options.max_rows - len(decoding) < tile:
             decoding = []
         alone = not decoding and len(readers) == 1 and not self._model.requantization
         seconds = max(CHUNK_SECONDS if alone else self._step_seconds, HEADROOM * self._decode_seconds)
@@ -234,10 +234,15 @@ class Scheduler(BaseScheduler):
         left = self._budget = min(max(MIN_TILES * tile, rows // tile * tile), options.max_rows - len(decoding))
         plan = list[tuple[RunningText, int]]()
         for text, each in zip(readers, chunks, strict=True):
-            if left < max(tile, each.least) and plan:
+            if left < tile and plan:
                 break
-            plan.append((text, max(min(left, each.left), each.least)))
-            left -= plan[-1][1]
+            count = each.count(left)
+            if count > left and plan:
+                continue
+            if count > options.max_rows - len(decoding):
+                decoding = []
+            plan.append((text, count))
+            left -= count
         return [(text, count) for text, count in plan if count], decoding
 
     def _run(self, reading: list[tuple[RunningText, int]], decoding: list[RunningText], speculator: Speculator | None) -> None:

@@ -17,6 +17,7 @@ from edgeq.runtime.network.state_blocks import conv_block, delta_block, delta_wi
 from edgeq.targets.family_operations import (
     ArrayScale,
     Gate,
+    GatedAdd,
     ScaleAdd,
     ShareScale,
     SoftCap,
@@ -30,7 +31,6 @@ from edgeq.targets.graph import (
     Embed,
     Experts,
     Function,
-    GatedAdd,
     Graph,
     HeadNorm,
     HeadRotate,
@@ -75,8 +75,11 @@ def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> 
             operations += ssd_block(metadata, config, layer, 2 * config.ssd_layers.index(layer), select=last and alone)
         if config.attends(layer):
             cache = 0 if config.bidirectional else cached.index(config.cache_layer(layer))
-            span = config.ranges.index(config.window(layer)) if config.ranges else -1
-            operations += attention_block(metadata, config, layer, context, cache=cache, span=span, select=last)
+            ranges = config.ranges or config.picture_ranges
+            span = ranges.index(config.window(layer)) if ranges else -1
+            operations += attention_block(
+                metadata, config, layer, context, cache=cache, span=span, ahead=config.whole_pictures, select=last
+            )
         operations += mlp_block(metadata, config, layer)
         if config.hidden_size_per_layer_input:
             operations += row_block(metadata, config, layer)
@@ -211,12 +214,20 @@ def row_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operati
 
 
 def attention_block(
-    metadata: Metadata, config: Stack, layer: int, context: int = 0, *, cache: int, span: int = -1, select: bool = False
+    metadata: Metadata,
+    config: Stack,
+    layer: int,
+    context: int = 0,
+    *,
+    cache: int,
+    span: int = -1,
+    ahead: bool = False,
+    select: bool = False,
 ) -> Iterator[Operation]:
     """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x)); before o perhaps times sigmoid(gate).
 
-    cache, span   as of Attention
-    select        once keys and values are in the cache, no later layer asks for the other rows
+    cache, span, ahead   as of Attention
+    select               once keys and values are in the cache, no later layer asks for the other rows
 
     Where blocks are parallel, what the MLP reads of x is kept beside it.  Beside a state that has read norm(x), it is there.
     """
@@ -254,9 +265,9 @@ def attention_block(
     if select:
         rows = ("row_context",) if config.hidden_size_per_layer_input else ()
         yield Select(layer, ("x", qkv, *((mlp_input(config, layer),) if config.parallel else ()), *rows))
-    scale, window = config.attention_scale(layer), config.window(layer) if span < 0 else 0
+    scale, window = config.attention_scale(layer), config.window(layer) if span < 0 or ahead else 0
     sinks, cap = arrays.get(f"{p}sinks"), config.attn_logit_softcapping
-    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks, cap)
+    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks, cap, ahead)
     if config.attention_gate:
         yield Gate(layer, attended, qkv, v + shape.kv_size, shape.query_size)
     yield from residual(metadata, config, layer, attended, f"{p}o", f"{p}post_attention_norm")

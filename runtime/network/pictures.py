@@ -42,7 +42,9 @@ def check_image_tokens(config: ModelConfig, image_tokens: int | None) -> None:
 
 
 class Pictures:
-    """most_tokens   of one picture;  axes: rotary positions of a token."""
+    """most_tokens   of one picture;  axes: rotary positions of a token
+    ranges        sliding windows that layers have, 0 for none, where tokens of a picture see all of it; else empty
+    """
 
     def __init__(
         self, config: ModelConfig, context: int, image_tokens: int | None, compile_tower: Callable[[int, OnProgress], Tower]
@@ -53,7 +55,7 @@ class Pictures:
         compile_tower   the vision tower for so many patches of a frame
         """
         assert config.vision is not None
-        self.vision, self.axes = config.vision, config.rope.axes
+        self.vision, self.axes, self.ranges = config.vision, config.rope.axes, config.picture_ranges
         limit = self.vision.most_tokens
         # Where all pictures have one size there is nothing to choose.
         self.most_tokens = image_tokens or max(1, min(limit, MAX_TOKENS, context // 2) if self.vision.tokens_vary else limit)

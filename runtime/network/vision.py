@@ -24,7 +24,8 @@ from edgeq.network.config import VisionConfig
 from edgeq.pictures.frames import FRAME, WINDOW, Frame, Grid, interpolated
 from edgeq.runtime.network.block_parts import norm
 from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, mlp_block
-from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, Scale, Select
+from edgeq.targets.family_operations import RowMean
+from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, RmsNorm, Scale, Select
 from edgeq.targets.rows import PAGE, VISION, Rows
 from edgeq.targets.target import OnProgress, Options, Target, no_progress
 
@@ -49,6 +50,7 @@ def tower(metadata: Metadata) -> Graph:
         | {
             "pixels": config.patch_width,
             "joined": config.joined_size,
+            **({"token": config.token_size} if config.averaged else {}),
             **(dict.fromkeys(("project", "projected"), config.project_size) if config.project_size else {}),
             "features": config.feature_size,
             **{tap(index): config.hidden_size for index in taps},
@@ -79,7 +81,7 @@ def patches(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
 
 def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
     """features = project.1(act(project.0(joined))), or project.1(joined): each joins neighbouring patches, whose norm comes
-    before or after.
+    before or after, or takes the mean of them, which is normed again.
 
     Those of the last layer, then side by side with them those of the taps.
     """
@@ -94,9 +96,13 @@ def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
         if kind == "joined":
             yield norm(metadata, config, -1, joined, f"{p}norm", joined)
         last = joined
+        if config.averaged:
+            last = "token"
+            yield RowMean(-1, joined, config.merge**2, last)
+            yield RmsNorm(-1, last, metadata.arrays["vision.mean_norm"], config.rms_norm_eps, last)
         if config.project_size:
+            yield Linear(-1, last, linears[f"{p}project.0"], "project")
             last = "projected"
-            yield Linear(-1, joined, linears[f"{p}project.0"], "project")
             yield Activate(-1, "project", config.project_size, last, cast(Function, config.project_act), gated=False)
         yield Linear(-1, last, linears[f"{p}project.1"], "features", place * config.out_hidden_size)
 

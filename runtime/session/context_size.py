@@ -92,7 +92,9 @@ def choose_context(room: MemoryNeed, size: Callable[[int], int], limit: int, con
 
 
 def whole_texts(config: ModelConfig, options: Options, context: int | None) -> tuple[Options, int | None]:
-    """Options and context of a model: where it sees a text, or a prompt, in both directions, a run has room for all of one."""
+    """Options and context of a model: where it sees a text, a prompt or a picture both ways, a run has room for all of one."""
+    if config.whole_pictures and config.vision and (options.max_rows or CHUNK_ROWS) < config.vision.most_tokens:
+        options = replace(options, max_rows=config.vision.most_tokens)
     if not config.ranges:
         return options, context
     usual = DEFAULT_CONTEXT

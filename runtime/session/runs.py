@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgeq.errors import InputError
 from edgeq.format.records import Mode
 from edgeq.pictures.prompt import PicturePlace, Prompt, positions
+from edgeq.pictures.whole_pictures import next_run, seen_ends, seen_ranges
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.whole_text import WholeTexts
 from edgeq.targets.capabilities import Largest
@@ -44,6 +45,9 @@ class Runnable(Protocol):
 
     @property
     def axes(self) -> int: ...
+
+    @property
+    def ranges(self) -> tuple[int, ...]: ...
 
     @property
     def runs_with(self) -> tuple[int, int]: ...
@@ -93,7 +97,6 @@ class Chunks:
     """A prompt on its way into a session, in pieces whose lengths the caller chooses.
 
     left    tokens that have not been run;  sees: pictures are among them
-    least   tokens of the next piece, at least: what sees both ways is not cut
     """
 
     def __init__(self, session: Runnable, tokens: Sequence[int] | Prompt) -> None:
@@ -104,21 +107,30 @@ class Chunks:
         self._seen = session.features(tokens) if isinstance(tokens, Prompt) else None
         self._second = tokens.second if isinstance(tokens, Prompt) else 0
         self.left = len(self._tokens)
-        self.least = 1
-        if session.whole is not None and not self._begun:
-            self.least = self.left - (tokens.drawn if isinstance(tokens, Prompt) else 0)
+        self._drawn = tokens.drawn if isinstance(tokens, Prompt) else 0
 
     @property
     def sees(self) -> bool:
         return self._seen is not None
 
+    @property
+    def _whole(self) -> bool:
+        """Whether a text, or a prompt, comes next in which each token sees all of them."""
+        return self._session.whole is not None and self._begun + len(self._tokens) == self.left
+
+    def count(self, most: int) -> int:
+        """How many tokens `next` takes of `most`: more where they would be a part of a text or a picture that sees itself."""
+        if self._whole:
+            return self.left - self._drawn
+        count = min(most, self.left)
+        if self._seen is None or not self._session.ranges:
+            return count
+        return next_run(self._seen.places, self._begun + len(self._tokens) - self.left, count)
+
     def next(self, most: int) -> BatchItem:
-        """The next tokens, at most `most` but for `least`, which have to run before more are taken; the logits after the last
-        are wanted."""
-        done, seen = len(self._tokens) - self.left, self._seen
-        whole = self._session.whole is not None and self._begun + done == 0
-        most, self.least = self.least if whole else most, 1
-        chunk, vectors = self._tokens[done : done + most], None
+        """The next `count(most)` tokens, which have to run before more are taken; the logits after the last are wanted."""
+        done, seen, whole = len(self._tokens) - self.left, self._seen, self._whole
+        chunk, vectors = self._tokens[done : done + self.count(most)], None
         if seen:
             before = seen.seconds
             vectors = seen.between(self._begun + done, self._begun + done + len(chunk))
@@ -234,13 +246,21 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
         if whole.goes_on:
             parts = np.split(slots, np.cumsum(lengths)[:-1])
             seen = [
-                whole.spans([len(at)]) if item.whole else whole.spans_after(at) for item, at in zip(items, parts, strict=True)
+                whole.spans([len(at)]) if item.whole else seen_ranges(whole.ranges, at, at + 1)
+                for item, at in zip(items, parts, strict=True)
             ]
             rows.spans = np.concatenate(seen, axis=2)
         elif any(held):
             raise InputError("this model sees a text in both directions: a session holds one, as one run; rewind it to 0")
         else:
             rows.spans, rows.positions = whole.spans(lengths), whole.positions(slots, [item.second for item in items], lengths)
+    if ranges := items[0].session.ranges:
+        ends = slots + 1
+        for item, start in zip(items, starts, strict=True):
+            if item.vectors is not None:
+                of_item = slice(start, start + len(item.tokens))
+                ends[of_item] = seen_ends(item.places, slots[of_item])
+        rows.spans = seen_ranges(ranges, slots, ends)
     if items[0].session.has_states:
         rows.states = [item.session.state_of_run(len(item.tokens)) for item in items]
     brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.records import Mode
 from edgeq.pictures.prompt import PicturePlace, Prompt, common, cut, joined
+from edgeq.pictures.whole_pictures import before_picture
 from edgeq.runtime.arguments import token_ids
 from edgeq.runtime.network.pictures import PictureFeatures, Pictures
 from edgeq.runtime.session import session_file
@@ -279,13 +280,19 @@ class Session:
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length {length} outside the {len(self.tokens)} tokens of the session")
         if length < len(self.tokens):
-            length = self._cache.rewind(0 if length < self._whole_tokens else length)
+            length = self._cache.rewind(0 if length < self._whole_tokens else self._whole(length))
+            while (whole := self._whole(length)) < length:
+                length = self._cache.rewind(whole)
             self._whole_tokens = min(self._whole_tokens, length)
             del self.tokens[length:]
             self.places, self.logits = cut(self.places, length), None
             if self._requantizer and not length:
                 self._requantizer.reset()
         return length
+
+    def _whole(self, length: int) -> int:
+        """`length`, but of a picture whose tokens see all of it no part is kept."""
+        return before_picture(self.places, length) if self.ranges else length
 
     def keep_prefix(self, tokens: Sequence[int] | Prompt) -> int:
         """Forget what differs from `tokens`, pictures included; how many of them need not be run.
@@ -320,6 +327,11 @@ class Session:
     def axes(self) -> int:
         """Rotary positions of a token."""
         return self._pictures.axes if self._pictures else 1
+
+    @property
+    def ranges(self) -> tuple[int, ...]:
+        """Sliding windows of layers, where tokens of a picture see all of it; else empty."""
+        return self._pictures.ranges if self._pictures else ()
 
     @property
     def runs_with(self) -> tuple[int, int]:

@@ -43,10 +43,6 @@ class WholeTexts:
         seen = [(np.maximum(slots - w + 1, 0), np.minimum(slots + w, ends)) if w else (0 * slots, ends) for w in ranges]
         return np.array(seen, np.int32)
 
-    def spans_after(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Rows.spans of tokens at `slots`, which see those before them, a kind for each of `ranges`."""
-        return np.array([(np.maximum(slots - w + 1, 0) if w else 0 * slots, slots + 1) for w in self.ranges], np.int32)
-
     def positions(self, slots: NDArray[np.int32], seconds: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
         """int32 [1, rows] of texts of so many tokens; `seconds`: the slot at which the second of a pair begins, 0: there is
         none."""

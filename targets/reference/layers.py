@@ -8,13 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets.family_operations import ArrayScale, Gate, GatedNorm, RowMean, ScaleAdd, ShareScale, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Gate, GatedAdd, GatedNorm, RowMean, ScaleAdd, ShareScale, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
     Experts,
     Function,
-    GatedAdd,
     InjectVectors,
     LayerNorm,
     Linear,

@@ -82,6 +82,13 @@ TILED_TOWER = replace(
     texts=PictureTexts(tile="<{row}:{column}>", end="!"),
 )
 TILED = replace(PLAIN, vision=TILED_TOWER)
+AVERAGED_TOWER = replace(
+    TILED_TOWER,
+    project_norm="patch",
+    averaged=True,
+    texts=PictureTexts(place="<picture>", shown="(<token>)"),
+)
+AVERAGED = replace(PLAIN, vision=AVERAGED_TOWER, whole_pictures=True)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OLMO = replace(PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="whole")
@@ -148,6 +155,7 @@ WRITTEN = [
     LLAVA,
     TILED,
     TAPPED,
+    AVERAGED,
 ]
 
 
@@ -491,6 +499,12 @@ BAD_TOWERS = {
     "a projector of one layer with an activation": ({"project_size": 0}, UnsupportedError, "supported with project_act 'none'"),
     "a projector of two layers without one": ({"project_act": "none"}, UnsupportedError, "project_act 'none'"),
     "a projector of less than one": ({"project_size": -1}, FormatError, "project_size is -1"),
+    "a mean of what is normed already": (
+        {"averaged": True, "project_norm": "joined"},
+        UnsupportedError,
+        "averaged is supported",
+    ),
+    "a place without what is shown": ({"texts": {"place": "<i>"}}, FormatError, "place '<i>' with shown ''; expected both"),
     "texts of another kind": ({"texts": {"middle": ""}}, UnsupportedError, "texts has unknown keys middle"),
     "a number beside a picture": ({"texts": {"begin": 1}}, FormatError, "begin is 1; expected at most 256 characters"),
     "a book beside a picture": ({"texts": {"tile": "x" * 257}}, FormatError, "tile is 'xxx"),

@@ -45,6 +45,11 @@ READ = {
         {"image_processor_type": "Idefics3ImageProcessorFast"},
         {"sizing": "tiles", "longest_edge": 1456, "tile": 364, "mean": (0.5,) * 3, "std": (0.5,) * 3},
     ),
+    "Gemma 3": (
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}, "resample": 2}
+        | {"do_pan_and_scan": None, "image_seq_length": 256, "pan_and_scan_min_crop_size": None},
+        {"sizing": "fixed", "height": 896, "width": 896, "resampling": "bilinear", "mean": (0.5,) * 3},
+    ),
     "bilinear": (SIGLIP | {"resample": 2}, {"resampling": "bilinear"}),
     "not normalized": (CLIP | {"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
     "not rescaled": (CLIP | {"do_rescale": False}, {"rescale": 1.0}),
@@ -66,6 +71,11 @@ REFUSED = {
     "tiles of other sizes": (TILES | {"do_pad": False}, UnsupportedError, "do_pad False"),
     "tiles by two edges": (TILES | {"max_image_size": {"height": 3}}, UnsupportedError, "max_image_size .* longest_edge"),
     "a longest edge as text": (TILES | {"size": {"longest_edge": "9"}}, FormatError, "longest_edge is '9'"),
+    "pan and scan": (
+        {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True},
+        UnsupportedError,
+        "do_pan_and_scan True",
+    ),
     "huge": (QWEN | {"max_pixels": 1 << 40}, FormatError, "max_pixels is 1099511627776"),
     "negative": (QWEN | {"min_pixels": -1}, FormatError, "min_pixels is -1"),
     "above": (QWEN | {"min_pixels": 1 << 25, "max_pixels": 1 << 24}, FormatError, "above max_pixels"),

@@ -14,13 +14,13 @@ import pytest
 from edgeq.format.codec import Codec, pack_floats
 from edgeq.format.records import Activation, KvCodec, LinearSpec, LowRank, Transform, Weight
 from edgeq.targets import load
+from edgeq.targets.family_operations import GatedAdd
 from edgeq.targets.graph import (
     Activate,
     Attention,
     CacheSpec,
     CacheWrite,
     Embed,
-    GatedAdd,
     Graph,
     HeadNorm,
     HeadRotate,

@@ -36,9 +36,12 @@ TEXTS = PictureTexts(
 )
 
 
+LAST = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": NO_ACTIVATION}
+"""All layers of SigLIP, after which a projector of one layer comes."""
+
+
 def idefics3_tower(values: Values) -> dict[str, Any]:
-    last = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": NO_ACTIVATION}
-    found = siglip_tower({**values, **last})
+    found = siglip_tower({**values, **LAST})
     merge, side = values["scale_factor"], values["image_size"] // values["patch_size"]
     if type(merge) is not int or not 1 <= merge <= side:
         raise FormatError(f"scale_factor is {str(merge)[:80]}; expected an integer from 1 to {side}")
@@ -47,17 +50,22 @@ def idefics3_tower(values: Values) -> dict[str, Any]:
     return found | {"merge": merge, "project_norm": "patch", "project_size": 0, "texts": TEXTS}
 
 
-def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
-    hidden, features, sources = config.hidden_size, config.out_hidden_size, stack_sources(config)
+def joined_sources(config: VisionConfig) -> dict[str, TensorSource]:
+    """What comes before the projector, of SigLIP with the norm after its layers: patches that are joined follow one another."""
+    hidden, sources = config.hidden_size, stack_sources(config)
     side = math.isqrt(config.position_rows)
     row, column = patch_places((1, side, side), config.merge)
     order = (row * side + column).tolist()
     sources["vision.positions.weight"] = replace(sources["vision.positions.weight"], order=order)
     for kind in ("weight", "bias"):
         sources[f"vision.norm.{kind}"] = TensorSource(f"vision_tower.post_layernorm.{kind}", (hidden,), (hidden,))
-    matrix = features, config.joined_size
-    sources["vision.project.1.weight"] = TensorSource("connector.modality_projection.proj.weight", matrix, matrix)
     return sources
+
+
+def tower_sources(config: VisionConfig) -> dict[str, TensorSource]:
+    matrix = config.out_hidden_size, config.joined_size
+    source = TensorSource("connector.modality_projection.proj.weight", matrix, matrix)
+    return joined_sources(config) | {"vision.project.1.weight": source}
 
 
 TOWER = replace(

@@ -26,7 +26,7 @@ from edgeq.targets.cpu.lowering.lifetimes import Buffer
 from edgeq.targets.cpu.lowering.prepare import ROWS_OF_THREADS
 from edgeq.targets.cpu.lowering.products import UNPACKED, WINOGRAD
 from edgeq.targets.cpu.threads.optable import ExpertStage, kernel
-from edgeq.targets.family_operations import ShareScale
+from edgeq.targets.family_operations import GatedAdd, ShareScale
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
 OF_THREADS = ("scratch", WINOGRAD, UNPACKED, ROWS_OF_THREADS)
@@ -180,7 +180,7 @@ def _operations(o: op.Experts, expert: int) -> Iterator[op.Operation]:
     yield op.Linear(o.layer, INNER, o.downs[expert], Y)
 
 
-def gated_add(context: Context, o: op.GatedAdd) -> None:
+def gated_add(context: Context, o: GatedAdd) -> None:
     (x, x_stride), (out, out_stride), (gate, gate_stride) = (context.place(name) for name in (o.x, o.out, o.gate))
     args = kernels.GatedAddArgs(
         x=x, x_stride=x_stride, width=context.width(o.out),

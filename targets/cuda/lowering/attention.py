@@ -126,8 +126,6 @@ def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
     if op.cap is not None:
         refuse("caps of attention scores (attn_logit_softcapping)")
-    if op.span >= 0 and len(lowering.graph.cache) > 1:
-        refuse("prompts that see themselves both ways")
     kind = "causal" if op.span < 0 else f"span {op.span}"
     stride = -(-op.head_dim // 32) * 32 + 32
     arguments = AttendArguments(

@@ -25,7 +25,10 @@ from edgeq.runtime.session.runs import BatchItem, run_together
 
 TOLERANCE = 1e-3
 """As a share of the largest; the runtime keeps keys and values in f16."""
-FAMILIES, OTHERS = ("taps", "clip_llama"), ("siglip_qwen2", "clip_mistral", "windows", "states", "states_experts", "tiles")
+FAMILIES, OTHERS = (
+    ("taps", "clip_llama"),
+    ("siglip_qwen2", "clip_mistral", "windows", "states", "states_experts", "tiles", "averaged"),
+)
 
 
 def samples(folder: Path) -> Path:

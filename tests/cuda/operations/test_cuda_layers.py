@@ -9,13 +9,12 @@ import pytest
 
 from edgeq.format.codec import Codec
 from edgeq.format.records import LinearSpec
-from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, SoftCap, ValueNorm
+from edgeq.targets.family_operations import ArrayScale, Gate, GatedAdd, ScaleAdd, SoftCap, ValueNorm
 from edgeq.targets.graph import (
     Activate,
     CacheSpec,
     Embed,
     Function,
-    GatedAdd,
     Graph,
     HeadNorm,
     InjectVectors,

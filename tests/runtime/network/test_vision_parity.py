@@ -27,6 +27,7 @@ from edgeq.network.rope import Rope
 from edgeq.pictures.frames import Frame, Grid, patch_places
 from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import Prompt, positions, with_pictures
+from edgeq.pictures.whole_pictures import next_run
 from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.network.vision import Tower, tower
@@ -121,6 +122,8 @@ class Case:
         seen = self.seen(prompt.pictures) if prompt.pictures else {}
         if "image_grid_thw" in seen:
             seen["mm_token_type_ids"] = kinds
+        elif self.vision.averaged:
+            seen["token_type_ids"] = kinds
         with torch.no_grad():
             logits = self.model(ids, **seen).logits[0].numpy()
             if "image_grid_thw" not in seen:
@@ -183,15 +186,19 @@ def logits_of(model: Model, prompt: Prompt, rows: int) -> NDArray[np.float32]:
     """The logits after every token, in runs of at most so many rows."""
     session = model.session()
     seen = PictureFeatures(model.pictures, prompt, prompt.places, Lock()) if model.pictures and prompt.places else None
-    found = []
-    for start in range(0, len(prompt.tokens), rows):
-        chunk = prompt.tokens[start : start + rows]
+    found, start = [], 0
+    while start < len(prompt.tokens):
+        count = next_run(prompt.places, start, rows) if model.config.whole_pictures else rows
+        chunk = prompt.tokens[start : start + count]
         vectors = seen.between(start, start + len(chunk)) if seen else None
         found += run_together([BatchItem(session, chunk, range(len(chunk)), prompt.places, vectors)])
+        start += len(chunk)
     return np.concatenate(found)
 
 
 def check_logits(case: Case, target: str, prompt: Prompt, rows: int) -> None:
+    # A picture whose tokens see all of it is one run.
+    rows = max(rows, case.vision.most_tokens) if case.vision.averaged else rows
     model = Model.load(case.path, target=target, mode="a16", max_rows=rows, max_logits=rows, context=256)
     wanted, where = case.expected(prompt)
     assert np.array_equal(positions(prompt.places, 0, len(prompt.tokens), model.config.rope.axes), where)
@@ -241,6 +248,7 @@ def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> Non
         ("states_experts", "text_first", 256),
         ("tiles", "three", 7),
         ("tiles_mistral", "two", 256),
+        ("averaged", "three", 7),
         ("clip_llama", "three", 256),
         ("clip_mistral", "text_first", 7),
         ("siglip_qwen2", "image_last", 256),
@@ -330,6 +338,8 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     ),
     "another activation of the tower": ("states", lambda c: _of_tower(c, hidden_act="quick_gelu")),
     "a norm behind the joined": ("tiles", lambda c: _of_tower(c, project_norm="none")),
+    "tokens of a picture that see what is before them": ("averaged", lambda c: replace(c, whole_pictures=False)),
+    "a window that a picture widens": ("averaged", lambda c: replace(c, sliding_windows=(9, 0, 9))),
     "another base in the tower": ("states", lambda c: _of_tower(c, rope=Rope(1e4, "axial", sections=(10, 10)))),
 }
 
