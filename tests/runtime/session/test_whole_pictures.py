@@ -16,6 +16,8 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from vision_checkpoints import BEGIN, build, reference
 
 from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.converters.families.table import recognise
+from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.pictures.prompt import Prompt
 from edgeq.pictures.whole_pictures import next_run, seen_ends
 from edgeq.runtime import Model, Sampling
@@ -100,6 +102,22 @@ def test_texts_that_run_together_give_what_they_give_alone(case: Case) -> None:
             alone = model.generate(each, max_tokens=5, sampling=Sampling(), ignore_eos=True)
             alone.text()
             assert found[number] == alone.tokens
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "message"),
+    [
+        ("mm_tokens_per_image", 3, UnsupportedError, "mm_tokens_per_image 3 is not supported with 4 x 4 patches"),
+        ("mm_tokens_per_image", 9, UnsupportedError, "the square of a number that divides 4"),
+        ("mm_tokens_per_image", 0, CheckpointError, "mm_tokens_per_image is 0; expected an integer from 1 to 16"),
+        ("image_token_index", 9999, CheckpointError, "image_token_id is 9999 of 2056"),
+    ],
+)
+def test_what_a_gemma_3_cannot_have_is_named(case: Case, key: str, value: int, kind: type[Exception], message: str) -> None:
+    config, settings = (json.loads((case.folder / f"{name}.json").read_text()) for name in ("config", "preprocessor_config"))
+    config.pop("image_token_id", None)
+    with pytest.raises(kind, match=message):
+        recognise({**config, key: value}, settings)
 
 
 def test_a_run_takes_whole_pictures(case: Case) -> None:
