@@ -344,21 +344,9 @@ class ModelConfig(Stack):
             if not self.bidirectional_prompt or self.vision is None:
                 raise UnsupportedError("policy is supported with bidirectional_prompt and a vision tower")
             self.policy.check_beside(self)
-        self._check_draft()
-
-    def _check_draft(self) -> None:
-        """FormatError, UnsupportedError: a layer that drafts beside a network that it is not run with."""
         check_integer("draft_layers", self.draft_layers, 0, 1)
-        plain = self.alike and self.pre_norms and self.rope.kind != "learned"
-        other = (
-            *(self.layer_norm, self.post_norms, self.parallel, self.normed_residual != "none", self.conv_layers, self.ssd),
-            *(self.attention_sinks, self.layer_scalars, any(self.sliding_windows), self.pooling, self.whole_pictures),
-        )
-        if self.draft_layers and (any(other) or not plain):
-            raise UnsupportedError(
-                "draft_layers are supported with layers of attention and delta_net, norms before their blocks and rotary "
-                "positions, without sliding windows and pooling"
-            )
+        if self.draft_layers:
+            DraftStack.check_beside(self, self.pooling, self.whole_pictures)
 
     @property
     def draft(self) -> DraftStack | None:

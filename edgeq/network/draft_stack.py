@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from edgeq.errors import UnsupportedError
 from edgeq.network.stack import Stack
 
 OWN = {"num_hidden_layers": 1, "sliding_windows": (), "layers_without_rope": (), "delta_net": None}
@@ -22,3 +23,17 @@ class DraftStack(Stack):
     @classmethod
     def beside(cls, decoder: Stack) -> DraftStack:
         return cls(**{f.name: getattr(decoder, f.name) for f in fields(Stack)} | OWN)
+
+    @staticmethod
+    def check_beside(decoder: Stack, *others: Any) -> None:
+        """UnsupportedError: a decoder beside which it is not run; `others`: true if it has what no Stack says."""
+        plain = decoder.alike and decoder.pre_norms and decoder.rope.kind != "learned"
+        other = (
+            *(decoder.layer_norm, decoder.post_norms, decoder.parallel, decoder.normed_residual != "none", *others),
+            *(decoder.conv_layers, decoder.ssd, decoder.attention_sinks, decoder.layer_scalars, any(decoder.sliding_windows)),
+        )
+        if any(other) or not plain:
+            raise UnsupportedError(
+                "draft_layers are supported with layers of attention and delta_net, norms before their blocks and rotary "
+                "positions, without sliding windows and pooling"
+            )
