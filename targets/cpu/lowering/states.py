@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def ssd_scan(context: Context, o: SsdScan) -> None:
 
 def _scan(
     context: Context, o: DeltaRule | SsdScan, scan: Scan, make: Callable[[int], Kernel], rates: str,
-    shape: Mapping[str, int], **own: float,
+    shape: Mapping[str, int], **own: Any,
 ) -> None:  # fmt: skip
     (x, x_stride), (rates_place, rates_stride), (out, out_stride) = map(context.place, (o.x, rates, o.out))
     scratch = scan.scratch_bytes(padded_head(shape["key_dim"]), padded_head(shape["value_dim"]))

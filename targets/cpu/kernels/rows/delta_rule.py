@@ -132,4 +132,5 @@ SCAN = Scan(DeltaRuleArgs, MAX_TOGETHER, 2, (4, 2), HEADS, place_keys, row_of_he
 
 
 def delta_rule(wide: int) -> Kernel:
-    return scan_kernel(SCAN, wide)
+    kernel: Kernel = scan_kernel(SCAN, wide)
+    return kernel

@@ -96,4 +96,5 @@ SCAN = Scan(SsdScanArgs, MAX_TOGETHER, 1, (4, 4), HEADS, place_rows, row_of_head
 
 
 def ssd_scan(wide: int) -> Kernel:
-    return scan_kernel(SCAN, wide)
+    kernel: Kernel = scan_kernel(SCAN, wide)
+    return kernel

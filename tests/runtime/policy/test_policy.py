@@ -23,7 +23,7 @@ from edgeq.network.config import ModelConfig
 from edgeq.runtime import Model
 from edgeq.runtime.network.policy import Policy
 from edgeq.tools.cli.main import main
-from tests.runtime.session.policy_checkpoint import OWN, SIDE, build, reference
+from tests.runtime.policy.policy_checkpoint import OWN, SIDE, build, reference
 
 TOLERANCE = 1e-4
 STATE = [0.3, -1.2, 0.7, 2.0, -0.1, 0.4]
