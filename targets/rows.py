@@ -77,6 +77,7 @@ class Rows:
     sessions    int32 [R]            index into `pages`
     pages       per session          its cache pages, enough for the largest slot that is written or seen
     states      per session          its state, where the graph has some: the rows of a session are the next ones of it
+    in_order    of states            the order in which they take the rows, which a target has checked; None: it has not yet
     wanted      int32 [L * together] the rows of the result, in its order; Select says how many make one row of it
     vectors     float32 [V, width]   what rows bring instead of a token, or beside it
     vector_of   int32 [R]            row of `vectors`; -1: none.  None: no row brings one
@@ -98,6 +99,7 @@ class Rows:
     spans: NDArray[np.int32] | None = None
     counted: NDArray[np.bool_] | None = None
     states: Sequence[SessionState] = ()
+    in_order: StateRows | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -109,6 +109,7 @@ def padded(rows: Rows, count: int, page: Page) -> Rows:
         pages=[*(held[:end] for held, end in zip(rows.pages, ends, strict=True)), *([[page]] if extra else [])],
         wanted=np.concatenate([rows.wanted, np.arange(len(rows), count, dtype=np.int32)]),
         states=rows.states,
+        in_order=rows.in_order,
     )
 
 

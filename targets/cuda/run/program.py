@@ -228,7 +228,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         with self._guard:
             self._ahead.drop()
             lowering = self._made(self.options.mode, "file")
-            return self._one_by_one.seconds_of(kind, rows, lowering, rounds, repetitions)
+            return self._one_by_one.seconds_of(kind, self._in_order(rows), lowering, rounds, repetitions)
 
     def run_requantized(self, rows: Rows, weights: Weights, mode: Mode | None = None) -> NDArray[np.float32]:
         assert isinstance(weights, CudaWeights)
@@ -246,7 +246,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
             )
         assert weights is None or isinstance(weights, CudaWeights)
         check_rows(rows, self.options)
-        taken = self._begun(rows)
+        rows = self._begun(rows)
         # Recordings are kept for few counts.
         chosen = self._chosen(1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length())))
         with self._guard:
@@ -257,8 +257,8 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
                 self._ahead.drop()
                 self._one_by_one.run(rows, lowering, weights)
                 found = self._largest_of_result(chosen, rows.wanted.shape[0])
-        if taken:
-            taken.end(rows.states)
+        if rows.in_order:
+            rows.in_order.end(rows.states)
         values, ids, finite = found[0].view(np.float32), found[1].view(np.int32), found[2].view(np.int32)
         width, results = chosen.count, rows.wanted.shape[0]
         return Largest(
@@ -285,7 +285,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         sums: InputSums | None = None,
     ) -> NDArray[np.float32]:
         check_rows(rows, self.options, self._graph.together)
-        taken = self._begun(rows)
+        rows = self._begun(rows)
         with self._guard:
             self._ahead.drop()
             if self._beside is not None:
@@ -295,8 +295,8 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
             if sums is not None:
                 self._storage.send("sums", sums.values)
             result = self._result(rows, lowering, weights)
-            if taken:
-                taken.end(rows.states)
+            if rows.in_order:
+                rows.in_order.end(rows.states)
             if sums is not None:
                 # Last: a run that failed leaves the sums as they were.
                 self._device.read(self._storage.address("sums"), sums.values)
@@ -322,13 +322,16 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
             self._device.read(self._storage.address(self._result_name), self._logits[:count])
         return self._logits[:count]
 
-    def _begun(self, rows: Rows) -> StateRows | None:
-        """The order in which states are about to take the rows; None: the graph has none.  ValueError: as `run`."""
-        if not self.snapshot_pages:
-            return None
-        found = StateRows.of(rows)
-        found.begin(rows.states)
+    def _begun(self, rows: Rows) -> Rows:
+        """As `_in_order`, of a run whose rows are about to be written to the states."""
+        found = self._in_order(rows)
+        if found.in_order:
+            found.in_order.begin(rows.states)
         return found
+
+    def _in_order(self, rows: Rows) -> Rows:
+        """With the order in which states take the rows, if the graph has some.  ValueError: as `run`."""
+        return replace(rows, in_order=StateRows.of(rows)) if self.snapshot_pages else rows
 
     def _is_recorded(self, rows: Rows, lowering: Lowering) -> bool:
         """Whether such runs are started as recordings, where there is memory for it."""

@@ -72,15 +72,14 @@ class States:
 def sent_of_states(rows: Rows, count: int, base: int) -> Mapping[str, NDArray[Any]]:
     """What the kernels of states read of a run, by its name, for `count` rows: those that the run has not have no state.
 
-    base   the address from which states and snapshots count
+    rows   with the order in which states take them;  base: the address from which states and snapshots count
     """
-    order, begins = np.zeros(count, np.int32), np.zeros(count + 1, np.int32)
+    taken, sessions = rows.in_order, len(rows.states)
+    assert taken is not None
+    order, begins = np.zeros(count, np.int32), np.full(count + 1, taken.begins[-1], np.int32)
     states, snapshots = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    sessions = len(rows.states)
-    counts = np.bincount(rows.sessions, minlength=sessions)[:sessions]
-    begins[1 : sessions + 1] = np.cumsum(counts)
-    begins[sessions + 1 :] = own = int(begins[sessions])
-    order[:own] = np.lexsort((rows.slots, rows.sessions))[:own]
+    begins[: sessions + 1] = taken.begins
+    order[: len(taken.order)] = taken.order
     states[:sessions] = [(state.part.address - base) // 4 for state in rows.states if isinstance(state, CudaState)]
     for row in np.flatnonzero(rows.slots % PAGE == PAGE - 1).tolist():
         session = int(rows.sessions[row])
