@@ -36,6 +36,17 @@ FUNCTIONS = {
         read_memory, short_conv, row_before, state_scan, state_keep,
     )
 }  # fmt: skip
-RESIDENT = {"matvec": 6, "matmul": 2, "attend": 2, "cache_write_int8": 6, "largest": 4, "short_conv": 8, "state_scan": 4}
+RESIDENT = {
+    "matvec": 6,
+    "matmul": 2,
+    "fused_rows": 5,
+    "fused_activate": 5,
+    "fused_heads": 4,
+    "attend": 2,
+    "cache_write_int8": 6,
+    "largest": 4,
+    "short_conv": 8,
+    "state_scan": 4,
+}
 """Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of most or 3 of `matmul`, and
 spilled registers of some variants for them."""

@@ -51,6 +51,16 @@ class BlockCodec:
         return self.steps * self.parts
 
     @property
+    def loaded(self):
+        """Registers of the weights of a round that a lane reads for an output block."""
+        return self.steps // WARPS * self.chunks * self.weights.words
+
+    @property
+    def numbers(self):
+        """Scales, of two output channels, that a lane reads for it."""
+        return self.steps // WARPS * self.parts * 2
+
+    @property
     def stored(self):
         """Words of weights of an output block."""
         return self.steps * self.chunks * self.bits * 16

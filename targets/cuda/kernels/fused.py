@@ -28,7 +28,7 @@ from tvm.script import tirx as T
 from edgeq.targets.cuda.kernels.block_codec import BlockCodec
 from edgeq.targets.cuda.kernels.epilogue import finishing_heads
 from edgeq.targets.cuda.kernels.low_rank import low_rank_row
-from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channel
+from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channels
 from edgeq.targets.cuda.kernels.rows import functions
 from edgeq.targets.cuda.kernels.shares import add_products, arrive, begin_to_read, end_of, first_of, leave_products
 
@@ -151,13 +151,16 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         of = T.alloc_local((4,), "float32")
         acc = T.alloc_local((4,), "float32")
         sum_of = T.alloc_local((4,), "uint32")
-        w = T.alloc_local((2,), "uint32")
+        w = T.alloc_local((max(one.loaded, two.loaded),), "uint32")
         quad = T.alloc_local((2, 2), "uint32")
         b = T.alloc_local((4,), "uint32")
         a = T.alloc_local((8,), "uint32")
-        sc = T.alloc_local((2,), one.weights.number_type)
-        sc2 = T.alloc_local((2,), two.weights.number_type)
-        zp = T.alloc_local((2,), "int32")
+        sc = T.alloc_local((one.numbers,), one.weights.number_type)
+        sc2 = T.alloc_local((two.numbers,), two.weights.number_type)
+        zp = T.alloc_local((max(one.numbers, two.numbers),), "int32")
+        zero = T.alloc_local((2,), "int32")
+        of_tokens = T.alloc_local((2,), "float32")
+        sums_of_x = T.alloc_local((2,), "int32")
         table = T.alloc_local((max(one.weights.table_words, two.weights.table_words),), "uint32")
         above = T.alloc_local((2,), "float32")
         pr = T.alloc_local((1,), "float32")
@@ -170,10 +173,9 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         place: T.let = tile * ctas + cta
 
         @T.inline
-        def read(to, n, channel):
-            read_channel(
-                to, x, gain, shift, order, scale, stats, tile * TOKENS + n, n, channel, width_in, norm, ordered, scaled
-            )
+        def read(to, n, first, apart, end):
+            read_channels(to, 4, x, gain, shift, order, scale, stats, tile * TOKENS + n, n, first, apart, end, width_in, norm,
+                          ordered, scaled)  # fmt: skip
 
         @T.inline
         def make_form(code, put, r, start, columns, groups, limit):
@@ -183,11 +185,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 inside: T.let = (i * WARPS + warp) % BLOCKS_OF_ROUND
                 channel: T.let = (r * BLOCKS_OF_ROUND + inside) * 128
                 if n < count and channel < columns:
-                    for c in T.unroll(4):
-                        v[c] = T.float32(0)
-                        if channel + lane * 4 + c < columns:
-                            read(value, n, start + channel + lane * 4 + c)
-                            v[c] = value[0]
+                    read(v, n, start + channel + lane * 4, 1, start + columns)
                     if code.rule == "group":
                         of[0] = limit
                     elif code.rule == "static":
@@ -202,29 +200,41 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
 
         @T.inline
         def multiply_block(
-            code, begin, numbers, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r, block, groups, chunks,
-            stride
+            code, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r, block, groups,
+            chunks, stride
         ):  # fmt: skip
             begin(table, above, 0, z, u, block, g)
-            for i in T.serial(code.steps // WARPS):
+            # All of the round that this warp reads is asked for before the first product.
+            for i in T.unroll(code.steps // WARPS):
+                for c in T.unroll(code.chunks):
+                    chunk: T.let = T.min((r * code.steps + i * WARPS + warp) * code.chunks + c, chunks - 1)
+                    load(q, w, (i * code.chunks + c) * code.weights.words, g, t, (block * chunks + chunk) * (code.bits * 16))
+            for i in T.unroll(code.steps // WARPS):
+                for h in T.unroll(code.parts):
+                    grp: T.let = T.min((r * code.steps + i * WARPS + warp) * code.parts + h, groups - 1)
+                    at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
+                    numbers(sc, zp, i * code.parts + h, above, 0, s, z, at_scale, g)
+            for i in T.unroll(code.steps // WARPS):
                 for h in T.unroll(code.parts):
                     at: T.let = i * WARPS + warp
-                    step: T.let = r * code.steps + at
-                    grp: T.let = step * code.parts + h
-                    if grp < groups:
-                        at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                        numbers(sc, zp, above, 0, s, z, at_scale, g)
+                    of_step: T.let = i * code.parts + h
+                    if (r * code.steps + at) * code.parts + h < groups:
                         for k in T.unroll(4):
                             acc[k] = T.Cast(code.sum, 0)
                         for c in T.unroll(code.chunks):
-                            chunk: T.let = T.min(step * code.chunks + c, chunks - 1)
-                            decode(q, w, quad, table, 0, g, t, (block * chunks + chunk) * (code.bits * 16))
-                            operand_a(a, quad, zp)
+                            decode(w, (i * code.chunks + c) * code.weights.words, quad, table, 0, g, t)
+                            for k in T.unroll(2):
+                                zero[k] = zp[of_step * 2 + k]
+                            operand_a(a, quad, zero)
                             operand_b(b, quantized, (at * code.chunks + c) * TOKENS + g, t)
                             multiply(acc, 0, a, 0, b, h)
+                        for n in T.unroll(2):
+                            of_tokens[n] = xs[(at * code.parts + h) * TOKENS + t * 2 + n]
+                            if code.integer:
+                                sums_of_x[n] = xn[(at * code.parts + h) * TOKENS + t * 2 + n]
                         for k in T.unroll(2):
                             for n in T.unroll(2):
-                                scaled(pr, acc, k * 2 + n, sc[k], zp[k], xs, xn, (at * code.parts + h) * TOKENS + t * 2 + n)
+                                scaled(pr, acc, k * 2 + n, sc[of_step * 2 + k], zp[of_step * 2 + k], of_tokens, sums_of_x, n)
                                 part[(at * code.parts + h) * 128 + (g * 2 + k) * 8 + t * 2 + n] = pr[0]
 
         @T.inline
@@ -259,8 +269,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 ask(code, q, s, z, groups, chunks, stride)
 
         @T.inline
-        def multiply_rows(code, put, begin, numbers, decode, operand_a, operand_b, multiply, scaled, acc, sc, to, q, s, z, u,
-                          start, columns, groups, chunks, stride, limit):  # fmt: skip
+        def multiply_rows(code, put, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, to, q, s, z,
+                          u, start, columns, groups, chunks, stride, limit):  # fmt: skip
             for r in T.serial(
                 first_of(share, shares, T.ceildiv(groups, code.groups)), end_of(share, shares, T.ceildiv(groups, code.groups))
             ):
@@ -268,8 +278,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                 T.cuda.cta_sync()
                 for j in T.serial(blocks):
                     ask(code, q, s, z, groups, chunks, stride)
-                    multiply_block(code, begin, numbers, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r,
-                                   block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
+                    multiply_block(code, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z,
+                                   u, r, block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
                     held: T.let = T.min(code.groups, groups - r * code.groups)
                     if not TWO and shares > 1:

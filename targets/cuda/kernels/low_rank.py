@@ -10,7 +10,7 @@ The order of the file: [block of 16 output channels][word][16], as in floats.py.
 from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.floats import channels, number
-from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, read_channel
+from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, read_channels
 from edgeq.targets.cuda.kernels.rows import THREADS
 
 CHANNELS = 256
@@ -58,7 +58,7 @@ def low_rank(kind, PARTS=8):
         before = T.alloc_shared((1,), "int32")
         acc = T.alloc_local((TOKENS,), "float32")
         w = T.alloc_local((2,), "float32")
-        value = T.alloc_local((1,), "float32")
+        values = T.alloc_local((CHANNELS // THREADS,), "float32")
         total = T.alloc_local((1,), "float32")
         for n in T.unroll(TOKENS):
             acc[n] = T.float32(0)
@@ -68,13 +68,11 @@ def low_rank(kind, PARTS=8):
             start: T.let = (share * each + i) * CHANNELS
             T.cuda.cta_sync()
             for n in T.serial(count):
+                # The part reads what the layer does before its order and its scale.
+                read_channels(values, CHANNELS // THREADS, x, gain, shift, arrived, gain, stats, tile * TOKENS + n, n,
+                              start + tid, THREADS, columns, width_in, norm, 0, 0)  # fmt: skip
                 for c in T.unroll(CHANNELS // THREADS):
-                    value[0] = T.float32(0)
-                    if start + c * THREADS + tid < columns:
-                        # The part reads what the layer does before its order and its scale.
-                        read_channel(value, x, gain, shift, arrived, gain, stats, tile * TOKENS + n, n,
-                                     start + c * THREADS + tid, width_in, norm, 0, 0)  # fmt: skip
-                    read[n * CHANNELS + c * THREADS + tid] = value[0]
+                    read[n * CHANNELS + c * THREADS + tid] = values[c]
             T.cuda.cta_sync()
             for k in T.unroll(CHANNELS // EACH // PARTS):
                 inside: T.let = k * PARTS + tid // 16

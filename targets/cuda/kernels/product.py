@@ -110,7 +110,7 @@ def matvec(bits, beside, integer, group, WARPS=4):
     PER, CHUNKS, PARTS = 4, max(1, group // 32), 2 if group == 16 else 1
     ROUND, SUM = PER * WARPS, "uint32" if integer else "float32"
     weights = WeightForm(bits, beside, integer, group)
-    begin, numbers, decode = weights.inlines
+    begin, numbers, load, decode = weights.inlines
     operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
 
     @T.prim_func
@@ -147,7 +147,7 @@ def matvec(bits, beside, integer, group, WARPS=4):
         t: T.let = lane % 4
         part = T.alloc_shared((ROUND * PARTS, 128), "float32")
         acc = T.alloc_local((4,), SUM)
-        w = T.alloc_local((2,), "uint32")
+        w = T.alloc_local((weights.words,), "uint32")
         quad = T.alloc_local((2, 2), "uint32")
         b = T.alloc_local((4,), "uint32")
         a = T.alloc_local((8,), "uint32")
@@ -167,12 +167,13 @@ def matvec(bits, beside, integer, group, WARPS=4):
                     grp: T.let = step * PARTS + h
                     if grp < groups:
                         at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                        numbers(sc, zp, above, 0, s, z, at_scale, g)
+                        numbers(sc, zp, 0, above, 0, s, z, at_scale, g)
                         for v in T.unroll(4):
                             acc[v] = T.Cast(SUM, 0)
                         for c in T.unroll(CHUNKS):
                             chunk: T.let = step * CHUNKS + c
-                            decode(q, w, quad, table, 0, g, t, (block * chunks + T.min(chunk, chunks - 1)) * (bits * 16))
+                            load(q, w, 0, g, t, (block * chunks + T.min(chunk, chunks - 1)) * (bits * 16))
+                            decode(w, 0, quad, table, 0, g, t)
                             operand_a(a, quad, zp)
                             operand_b(b, x, chunk * padded + tile * 8 + g, t)
                             multiply(acc, 0, a, 0, b, h)
@@ -203,7 +204,7 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     LINE = TOKENS * WORDS // 4  # copies of 16 bytes for a chunk
     COPIES = CHUNKS * LINE
     weights = WeightForm(bits, beside, integer, group)
-    begin, numbers, decode = weights.inlines
+    begin, numbers, load, decode = weights.inlines
     operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
 
     @T.prim_func
@@ -241,7 +242,7 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
         ahead = T.alloc_shared((2 * COPIES * 4,), "uint32")
         acc = T.alloc_local((BLOCKS * TILES * 4,), SUM)
         total = T.alloc_local((BLOCKS * TILES * 4,), "float32")
-        w = T.alloc_local((2,), "uint32")
+        w = T.alloc_local((weights.words,), "uint32")
         quad = T.alloc_local((2, 2), "uint32")
         a = T.alloc_local((BLOCKS * QUADS,), "uint32")
         one = T.alloc_local((QUADS,), "uint32")
@@ -285,14 +286,14 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
                     for j in T.unroll(BLOCKS):
                         block: T.let = T.min((column * WARPS + warp) * BLOCKS + j, blocks - 1)
                         at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                        numbers(sc, zp, above, j, s, z, at_scale, g)
+                        numbers(sc, zp, j, above, j, s, z, at_scale, g)
                     for i in T.unroll(BLOCKS * TILES * 4):
                         acc[i] = T.Cast(SUM, 0)
                     for c in T.unroll(CHUNKS):
                         for j in T.unroll(BLOCKS):
                             row_block: T.let = T.min((column * WARPS + warp) * BLOCKS + j, blocks - 1)
-                            decode(q, w, quad, table, j, g, t,
-                                   (row_block * chunks + T.min(step * CHUNKS + c, chunks - 1)) * (bits * 16))  # fmt: skip
+                            load(q, w, 0, g, t, (row_block * chunks + T.min(step * CHUNKS + c, chunks - 1)) * (bits * 16))
+                            decode(w, 0, quad, table, j, g, t)
                             for v in T.unroll(2):
                                 zz[v] = zp[j * 2 + v]
                             operand_a(one, quad, zz)

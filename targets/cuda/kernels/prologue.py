@@ -14,6 +14,15 @@ TOKENS = 8
 WARPS = THREADS // 32
 RMS, LAYER = 1, 2
 """Norms; 0: none."""
+TOGETHER = 16
+"""Channels of a thread that a norm asks for before it adds any: of 2,048 all, so that it waits for L2 once."""
+
+
+@T.inline
+def read_row(values, x, row, first, width):
+    """values[k]: channel `first + k * THREADS` of the row that begins at x[row], or its last one."""
+    for k in T.unroll(TOGETHER):
+        values[k] = x[row + T.min(first + k * THREADS, width - 1)]
 
 
 @T.inline
@@ -21,12 +30,15 @@ def norm_rows(x, stats, sums, first, count, width, norm, eps, warp, lane):
     """stats: of each of `count` rows from `first` on its mean, 0 for RMS, and the inverse root of its mean square."""
     tid: T.let = warp * 32 + lane
     total = T.alloc_local((1,), "float32")
+    values = T.alloc_local((TOGETHER,), "float32")
     if norm == LAYER:
         for n in T.serial(count):
             total[0] = T.float32(0)
-            for i in T.serial(T.ceildiv(width, THREADS)):
-                if i * THREADS + tid < width:
-                    total[0] = total[0] + x[(first + n) * width + i * THREADS + tid]
+            for i in T.serial(T.ceildiv(width, TOGETHER * THREADS)):
+                read_row(values, x, (first + n) * width, i * (TOGETHER * THREADS) + tid, width)
+                for k in T.unroll(TOGETHER):
+                    if (i * TOGETHER + k) * THREADS + tid < width:
+                        total[0] = total[0] + values[k]
             add_over_warp(total)
             if lane == 0:
                 sums[n * WARPS + warp] = total[0]
@@ -40,9 +52,11 @@ def norm_rows(x, stats, sums, first, count, width, norm, eps, warp, lane):
     T.cuda.cta_sync()
     for n in T.serial(count):
         total[0] = T.float32(0)
-        for i in T.serial(T.ceildiv(width, THREADS)):
-            if i * THREADS + tid < width:
-                add_square(total, x[(first + n) * width + i * THREADS + tid] - stats[n * 2])
+        for i in T.serial(T.ceildiv(width, TOGETHER * THREADS)):
+            read_row(values, x, (first + n) * width, i * (TOGETHER * THREADS) + tid, width)
+            for k in T.unroll(TOGETHER):
+                if (i * TOGETHER + k) * THREADS + tid < width:
+                    add_square(total, values[k] - stats[n * 2])
         add_over_warp(total)
         if lane == 0:
             sums[n * WARPS + warp] = total[0]
@@ -58,37 +72,57 @@ def norm_rows(x, stats, sums, first, count, width, norm, eps, warp, lane):
 
 
 @T.inline
-def read_channel(value, x, gain, shift, order, scale, stats, row, n, channel, width, norm, ordered, scaled):
-    """value[0]: channel `channel` of what the product reads of row n of the block, which is row `row` of x."""
-    source = T.alloc_local((1,), "int32")
-    source[0] = channel
+def read_channels(values, many, x, gain, shift, order, scale, stats, row, n, first, apart, end, width, norm, ordered, scaled):
+    """values[i]: channel `first + i * apart` of what the product reads of row n of the block, which is row `row` of x; 0 from
+    `end` on.
+
+    All of x is asked for before any of it is used, and so on: each waits for L2 once, and not once for each channel.
+    """
+    source = T.alloc_local((many,), "int32")
+    factors = T.alloc_local((many,), "float32")
+    for i in T.unroll(many):
+        source[i] = T.min(first + i * apart, end - 1)
     if ordered != 0:
-        source[0] = order[channel]
-    value[0] = x[row * width + source[0]]
+        for i in T.unroll(many):
+            source[i] = order[source[i]]
+    for i in T.unroll(many):
+        values[i] = x[row * width + source[i]]
     if norm != 0:
-        value[0] = (value[0] - stats[n * 2]) * stats[n * 2 + 1] * gain[source[0]]
+        for i in T.unroll(many):
+            factors[i] = gain[source[i]]
+        for i in T.unroll(many):
+            values[i] = (values[i] - stats[n * 2]) * stats[n * 2 + 1] * factors[i]
     if norm == LAYER:
-        T.ptx.add.rn.f32(value[0], value[0], shift[source[0]])
+        for i in T.unroll(many):
+            factors[i] = shift[source[i]]
+        for i in T.unroll(many):
+            T.ptx.add.rn.f32(values[i], values[i], factors[i])
     if scaled != 0:
-        value[0] = value[0] * scale[channel]
+        for i in T.unroll(many):
+            factors[i] = scale[T.min(first + i * apart, end - 1)]
+        for i in T.unroll(many):
+            values[i] = values[i] * factors[i]
+    for i in T.unroll(many):
+        if first + i * apart >= end:
+            values[i] = T.float32(0)
 
 
 @T.inline
 def range_of_rows(read, rules, ends, largest, start, columns, count, symmetric, levels, warp, lane):
-    """rules: of each row what `token_rule` says of its channels from `start` on; read(value, n, channel)."""
+    """rules: of each row what `token_rule` says of its channels from `start` on; read(values, n, first, apart, end)."""
     tid: T.let = warp * 32 + lane
     span = T.alloc_local((2,), "float32")
     most = T.alloc_local((1,), "uint32")
-    value = T.alloc_local((1,), "float32")
+    values = T.alloc_local((4,), "float32")
     of = T.alloc_local((4,), "float32")
     for n in T.serial(count):
         span[0] = T.float32(0)
         span[1] = T.float32(0)
         most[0] = T.uint32(0)
-        for i in T.serial(T.ceildiv(columns, THREADS)):
-            if i * THREADS + tid < columns:
-                read(value, n, start + i * THREADS + tid)
-                widen(span, most, value[0])
+        for i in T.serial(T.ceildiv(columns, 4 * THREADS)):
+            read(values, n, start + i * (4 * THREADS) + tid, THREADS, start + columns)
+            for k in T.unroll(4):
+                widen(span, most, values[k])
         widen_over_warp(span, most)
         if lane == 0:
             largest[n * WARPS + warp] = most[0]

@@ -109,14 +109,23 @@ class WeightForm:
         """The zero point where none is stored; of half grids twice it."""
         return ENTRY_ZERO if self.looked_up else (1 << self.bits) - 1 if self.halves else 1 << (self.bits - 1)
 
+    @property
+    def words(self):
+        """Registers of what a lane reads of a chunk: two for each line that has quads of it."""
+        return sum(2 * (1 + self.apart(plane)) for plane in PLANES[self.bits])
+
+    def apart(self, plane):
+        """Whether the two quads of a lane lie in lines of their own, and not in one."""
+        return plane == 8 or (self.group == 16 and plane > 1)
+
     @cached_property
     def inlines(self):
-        return *self._numbers(), self._decoder()
+        return *self._numbers(), self._loader(), self._table_decoder() if self.looked_up else self._decoder()
 
     def _numbers(self):
         """Inlines: what a block has, and what a group has, for the two channels of a lane.
 
-        table, above   registers of the j-th block that a warp has;  sc, zp: of a group of it, the scale and the zero point
+        table, above   registers of the j-th block that a warp has;  sc, zp: the i-th scale and zero point, of a group of it
         number         of the group among all of the matrix
         """
         WORDS, HALF = self.table_words, 0.5 if self.halves and self.integer else 1.0
@@ -131,67 +140,84 @@ class WeightForm:
                     above[j * 2 + v] = T.Cast("float32", u[block * 16 + g * 2 + v]) * T.float32(HALF)
 
         @T.inline
-        def numbers(sc, zp, above, j, s, z, number, g):
+        def numbers(sc, zp, i, above, j, s, z, number, g):
             if self.coded:
                 # Those of rows 0 to 7 lie in low halves of bytes, the others in high.
                 for v in T.unroll(2):
                     code: T.let = T.Cast("uint32", s[number * 4 + g % 4]) >> T.Cast("uint32", 8 * v + g // 4 * 4)
-                    sc[j * 2 + v] = T.reinterpret(
+                    sc[i * 2 + v] = T.reinterpret(
                         "float32", T.uint32(ONE) - ((code & T.uint32(15)) << T.uint32(QUARTER))
                     ) * above[j * 2 + v]  # fmt: skip
             elif self.halves:
                 for v in T.unroll(2):
-                    sc[j * 2 + v] = T.Cast("float32", s[number * 16 + g * 2 + v]) * T.float32(HALF)
+                    sc[i * 2 + v] = T.Cast("float32", s[number * 16 + g * 2 + v]) * T.float32(HALF)
             else:
                 for v in T.vectorized(2):
-                    sc[j * 2 + v] = s[number * 16 + g * 2 + v]
+                    sc[i * 2 + v] = s[number * 16 + g * 2 + v]
             for v in T.unroll(2):
                 if self.zero:
-                    zp[j * 2 + v] = T.Cast("int32", z[number * 16 + g * 2 + v])
+                    zp[i * 2 + v] = T.Cast("int32", z[number * 16 + g * 2 + v])
                 else:
-                    zp[j * 2 + v] = self.constant_zero
+                    zp[i * 2 + v] = self.constant_zero
 
         return begin, numbers
 
+    def _loader(self):
+        """Inline: w[at : at + words] is what a lane reads of a chunk, line after line; `base` in words."""
+        planes, small, apart = planes_of(self.bits), self.group == 16, self.apart
+        (p0, l0, _), (p1, l1, _), (p2, l2, _) = (planes + [planes[0]] * 2)[:3]
+        count = len(planes)
+
+        @T.inline
+        def lines(q, w, at, g, t, base, p, line):
+            for k in T.unroll(1 + apart(p)):
+                for v in T.vectorized(2):
+                    w[at + k * 2 + v] = q[base + (line + (t + 4 * k if small else 2 * t + k) * p // 8) * 16 + g * 2 + v]
+
+        @T.inline
+        def load(q, w, at, g, t, base):
+            lines(q, w, at, g, t, base, p0, l0)
+            if count > 1:
+                lines(q, w, at + 2 * (1 + apart(p0)), g, t, base, p1, l1)
+            if count > 2:
+                lines(q, w, at + 2 * (2 + apart(p0) + apart(p1)), g, t, base, p2, l2)
+
+        return load
+
     def _decoder(self):
-        """Inline: the two quads of a chunk that a lane has, for its two channels, as bytes quad[k, v]; `base` in words."""
-        if self.looked_up:
-            return self._table_decoder()
-        planes, small = planes_of(self.bits), self.group == 16
-        (p0, l0, s0), (p1, l1, s1), (p2, l2, s2) = (planes + [planes[0]] * 2)[:3]
+        """Inline: the two quads of a chunk that a lane has, for its two channels, as bytes quad[k, v], of what was loaded."""
+        planes, small, apart = planes_of(self.bits), self.group == 16, self.apart
+        (p0, _, s0), (p1, _, s1), (p2, _, s2) = (planes + [planes[0]] * 2)[:3]
         count = len(planes)
 
         def which(t, k):
             return t + 4 * k if small else 2 * t + k
 
         @T.inline
-        def plane(q, w, quad, g, t, base, p, line, low):
-            # Two quads of a lane lie in one line, or each in its own.
+        def plane(w, at, quad, t, p, low):
             for k in T.unroll(2):
-                if k == 0 or p == 8 or small:
-                    for v in T.vectorized(2):
-                        w[v] = q[base + (line + which(t, k) * p // 8) * 16 + g * 2 + v]
                 for v in T.unroll(2):
+                    part: T.let = part_of(w[at + k * 2 * apart(p) + v], p, low, which(t, k))
                     if low == 0:
-                        quad[k, v] = part_of(w[v], p, low, which(t, k))
+                        quad[k, v] = part
                     else:
-                        quad[k, v] = quad[k, v] | part_of(w[v], p, low, which(t, k))
+                        quad[k, v] = quad[k, v] | part
 
         @T.inline
-        def decode(q, w, quad, table, j, g, t, base):
-            plane(q, w, quad, g, t, base, p0, l0, s0)
+        def decode(w, at, quad, table, j, g, t):
+            plane(w, at, quad, t, p0, s0)
             if count > 1:
-                plane(q, w, quad, g, t, base, p1, l1, s1)
+                plane(w, at + 2 * (1 + apart(p0)), quad, t, p1, s1)
             if count > 2:
-                plane(q, w, quad, g, t, base, p2, l2, s2)
+                plane(w, at + 2 * (2 + apart(p0) + apart(p1)), quad, t, p2, s2)
 
         return decode
 
     def _table_decoder(self):
         """As `_decoder`, of entries of a table.  Indices are put together in the halves of bytes, of quad 0 in the low one."""
         bits, small, planes, ring = self.bits, self.group == 16, planes_of(self.bits), self.ring
-        (p0, l0, s0), (p1, l1, s1) = (planes + planes)[:2]
-        count = len(planes)
+        (p0, _, s0), (p1, _, s1) = (planes + planes)[:2]
+        count, apart = len(planes), self.apart
         lookup = self._lookup()
 
         def shifted(word, t, p):
@@ -203,31 +229,28 @@ class WeightForm:
             return (fields << T.uint32(low + (4 - step) * k)) & (T.uint32(mask * 0x01010101) << T.uint32(low + 4 * k))
 
         @T.inline
-        def plane(q, w, indices, g, t, base, p, line, low, coded):
+        def plane(w, at, indices, g, t, p, low, coded):
             near = T.alloc_local((2,), "uint32")
-            apart = small and p > 1  # each quad of a lane in a line of its own
-            step = 0 if apart else 4 if small else p
+            step = 0 if apart(p) else 4 if small else p
             for k in T.unroll(2):
-                if k == 0 or apart:
-                    for v in T.vectorized(2):
-                        w[v] = q[base + (line + ((t + 4 * k if small else 2 * t) * p // 8)) * 16 + g * 2 + v]
-                    if coded:
-                        # Of the row above the first of a lane, and the row below the second: 4 lanes away in the ring.
-                        near[0] = T.tvm_warp_shuffle(T.uint32(0xFFFFFFFF), w[1], (g * 4 + t + 28) % 32, 32, 32)
-                        near[1] = T.tvm_warp_shuffle(T.uint32(0xFFFFFFFF), w[0], (g * 4 + t + 4) % 32, 32, 32)
+                first: T.let = at + k * 2 * apart(p)
+                if coded and (k == 0 or apart(p)):
+                    # Of the row above the first of a lane, and the row below the second: 4 lanes away in the ring.
+                    near[0] = T.tvm_warp_shuffle(T.uint32(0xFFFFFFFF), w[first + 1], (g * 4 + t + 28) % 32, 32, 32)
+                    near[1] = T.tvm_warp_shuffle(T.uint32(0xFFFFFFFF), w[first], (g * 4 + t + 4) % 32, 32, 32)
                 for v in T.unroll(2):
-                    indices[v] = indices[v] | put(shifted(w[v], t, p), (1 << p) - 1, low, step, k)
+                    indices[v] = indices[v] | put(shifted(w[first + v], t, p), (1 << p) - 1, low, step, k)
                     if coded:
-                        indices[v] = indices[v] | put(shifted(w[1 - v] ^ near[v], t, p), 1, bits, step, k)
+                        indices[v] = indices[v] | put(shifted(w[first + 1 - v] ^ near[v], t, p), 1, bits, step, k)
 
         @T.inline
-        def decode(q, w, quad, table, j, g, t, base):
+        def decode(w, at, quad, table, j, g, t):
             indices = T.alloc_local((2,), "uint32")
             for v in T.unroll(2):
                 indices[v] = T.uint32(0)
-            plane(q, w, indices, g, t, base, p0, l0, s0, ring and count == 1)
+            plane(w, at, indices, g, t, p0, s0, ring and count == 1)
             if count > 1:
-                plane(q, w, indices, g, t, base, p1, l1, s1, ring)
+                plane(w, at + 2 * (1 + apart(p0)), indices, g, t, p1, s1, ring)
             for v in T.unroll(2):
                 lookup(quad, v, table, j, indices[v])
 

@@ -34,15 +34,15 @@ HOST, BOARD_HOST = 126e-6, 290e-6
 UNSEEN = 64
 """Tokens of which the host prepares all but one while the GPU works: the last needs a page of the cache."""
 
-FORM, BLOCK, NORM, NORM_CHANNELS = 3000, 1090, 300, 512
-"""Clocks of a round of 1,024 input channels: its quantized input, and its product with 16 output channels, which is
-2 (270 + 150) + 250; of the norm for so many channels, whose loads wait for L2 once."""
+FORM, BLOCK, NORM, NORM_CHANNELS = 1200, 820, 300, 2048
+"""Clocks of a round of 1,024 input channels: its quantized input, which is 2 (300 + 300), and its product with 16 output
+channels, 270 + 2 * 150 + 250; of the norm for so many channels.  Each waits for L2 once, of a round of input twice."""
 NORM_ENDS, ENDS, SHARES = 400, 500, 1500
 """Clocks of the two sums over a block of threads that end a norm, of what ends a launch, of adding what shares have left."""
 PAGE, PAGE_CLOCKS, OTHER = 64, 2500, 2000
 """Clocks of attention for a page of so many positions, and of a launch that is neither attention nor a product."""
-BYTES_PER_CLOCK = 4 * 1024 / 217
-"""Bytes of weights for which a multiprocessor can issue instructions: 217 for 2,048 weights of a warp, four in a clock."""
+BYTES_PER_CLOCK = 4 * 1024 / 202
+"""Bytes of weights for which a multiprocessor can issue instructions: 202 for 2,048 weights of a warp, four in a clock."""
 
 
 @dataclass(frozen=True)
