@@ -361,7 +361,8 @@ class Session:
     def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...], whole: bool) -> None:
         """Tokens whose keys and values a run has written; `places`, `whole`: as of BatchItem."""
         self.tokens += [int(t) for t in tokens]
-        self._whole_tokens = len(self.tokens) if whole else self._whole_tokens
+        if whole and self.whole is not None and self.whole.goes_on:
+            self._whole_tokens = len(self.tokens)
         if self.has_states:
             self._cache.end_run()
         if places:

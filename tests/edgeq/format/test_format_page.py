@@ -173,7 +173,7 @@ def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
     }
     found = {
         re.sub(r"taps\.\d+", "taps.N", name)
-        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER)
+        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER, replace(TOWER, averaged=True, project_norm="patch"))
         for name in (*manifest.patch_contents(vision), *manifest.projector_contents(vision))
     }
     assert found == {name for name in page if ".layers." not in name}

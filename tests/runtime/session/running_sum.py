@@ -12,7 +12,8 @@ from unittest.mock import patch
 import numpy as np
 
 from edgeq.format.metadata import Metadata
-from edgeq.runtime import Model, model
+from edgeq.runtime import Model
+from edgeq.runtime.network import compiled
 from edgeq.runtime.network.decoder import decoder
 from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
@@ -123,7 +124,7 @@ def with_sums(metadata: Metadata, context: int = 0) -> Graph:
 
 def load_with_sums(path: Path, **options: Any) -> Model:
     """A model whose layers have a state."""
-    with patch.object(model, "decoder", with_sums):
+    with patch.object(compiled, "decoder", with_sums):
         return Model.load(path, **options)
 
 
