@@ -61,8 +61,10 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
         other = model.session().prefill(asked(model, "white"))
         # What follows a picture sees little of it through short windows.
         assert like(other, wanted) < (0.99 if model.config.sliding_windows else 0.8)
+        # Gains after a block stand where a rotation would be folded.
+        refusing = {"quarot", "resq"} if model.config.post_norms else set()
     # mquant needs calibration pictures, and has tests of its own; as-stored rounds nothing of a checkpoint in floats.
-    for method in sorted(set(METHODS) - {"none", "mquant", "as-stored"}):
+    for method in sorted(set(METHODS) - {"none", "mquant", "as-stored"} - refusing):
         path = tmp_path / f"{method}.edgeq"
         calibrated = {} if method in ("rtn", "ttq", "quarot") else FEW
         file = convert(str(source(name)), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
