@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from vision_checkpoints import MODELS, build
 
 from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.errors import UnsupportedError
 from edgeq.runtime import Model, Prompt
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
@@ -22,23 +24,54 @@ MAX_ERROR = 1e-2
 """As a share of the largest logit of the reference, in a16; the towers keep their own mode."""
 
 
+QUESTION = [{"role": "user", "content": "What is it?"}]
+
+
 def asked(model: Model) -> Prompt:
     picture = Image.linear_gradient("L").resize((70, 50)).convert("RGB")
-    return model.chat_prompt([{"role": "user", "content": "What is it?"}], images=[picture])
+    return model.chat_prompt(QUESTION, images=[picture])
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("states")])
-def test_a_prompt_with_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, path = build(tmp_path / name, name), tmp_path / "m.edgeq"
-    convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
-    results = []
+def answers(path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[[Model], None]) -> None:
+    """`seen` of the reference and of the emulated device."""
     targets: tuple[Callable[[], object], ...] = (lambda: load("reference"), lambda: CudaTarget(EmulatedDevice()))
     for target in targets:
         monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(target(), []))  # type: ignore[arg-type]  # noqa: B023
         with Model.load(path, context=256, mode="a16") as model:
-            results.append(model.session().prefill(asked(model)).copy())
-            blind = model.session().prefill(model.chat_prompt([{"role": "user", "content": "What is it?"}])).copy()
-    error = np.abs(results[1] - results[0]).max() / np.abs(results[0]).max()
+            seen(model)
+
+
+def is_near(name: str, wanted: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
+    error = np.abs(found - wanted).max() / np.abs(wanted).max()
     print(f"{name}: largest error {error:.1e} of the largest logit")
-    assert error <= MAX_ERROR
-    assert not np.allclose(blind, results[1])
+    return bool(error <= MAX_ERROR)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("states", "averaged"))])
+def test_a_prompt_with_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, path = build(tmp_path / name, name), tmp_path / "m.edgeq"
+    convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
+    results, blind = list[NDArray[np.float32]](), list[NDArray[np.float32]]()
+
+    def seen(model: Model) -> None:
+        results.append(model.session().prefill(asked(model)).copy())
+        blind.append(model.session().prefill(model.chat_prompt(QUESTION)).copy())
+
+    answers(path, monkeypatch, seen)
+    assert is_near(name, *results)
+    assert not np.allclose(blind[1], results[1])
+
+
+def test_a_gemma_3_reads_text_and_its_pictures_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, path = build(tmp_path / "averaged", "averaged"), tmp_path / "m.edgeq"
+    convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
+    results = list[NDArray[np.float32]]()
+
+    def seen(model: Model) -> None:
+        results.append(model.session().prefill(model.chat_prompt(QUESTION)).copy())
+        if model.target == "cuda":
+            with pytest.raises(UnsupportedError, match="the operation RowMean .*--target cpu"):
+                model.session().prefill(asked(model))
+
+    answers(path, monkeypatch, seen)
+    assert is_near("averaged", *results)

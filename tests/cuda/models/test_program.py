@@ -21,7 +21,7 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
-from edgeq.targets.family_operations import Gate, RowBefore
+from edgeq.targets.family_operations import Gate, RowMean
 from edgeq.targets.graph import Attention, CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options, Program
@@ -265,8 +265,10 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
         refused(
             device, replace(graph, operations=(wide,)), arrays, match=f"{kv} for heads of 260 .*--target cpu", kv=KvCodec(kv)
         )
-    before = RowBefore(0, "x", 64, "y", 0)
-    refused(device, replace(graph, operations=(before,)), arrays, match="the operation RowBefore .*--target cpu")
+    capped = replace(attention, head_dim=16, cap=2.0)
+    refused(device, replace(graph, operations=(capped,)), arrays, match="caps of attention scores .*--target cpu")
+    mean = RowMean(0, "x", 4, "y")
+    refused(device, replace(graph, operations=(mean,)), arrays, match="the operation RowMean .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
     refused(device, replace(graph, operations=again), arrays, match="second choice")
     for options, match in (({"threads": 2}, "threads"), ({"isa": "sm_75"}, "isa")):
