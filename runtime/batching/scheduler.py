@@ -225,7 +225,6 @@ class Scheduler(BaseScheduler):
         if self._model.requantization:
             # Its inputs are summed, which a run does for one session.
             readers, decoding = readers[:1], []
-        chunks = [text.chunks for text in readers if text.chunks]
         if options.max_rows - len(decoding) < tile:
             decoding = []
         alone = not decoding and len(readers) == 1 and not self._model.requantization
@@ -233,10 +232,11 @@ class Scheduler(BaseScheduler):
         rows = self._model.prefill_rate.rows(seconds) - len(decoding)
         left = self._budget = min(max(MIN_TILES * tile, rows // tile * tile), options.max_rows - len(decoding))
         plan = list[tuple[RunningText, int]]()
-        for text, each in zip(readers, chunks, strict=True):
+        for text in readers:
             if left < tile and plan:
                 break
-            count = each.count(left)
+            assert text.chunks is not None
+            count = text.chunks.count(left)
             if count > left and plan:
                 continue
             if count > options.max_rows - len(decoding):
