@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from edgeq.format.container import ModelFile
@@ -28,13 +29,12 @@ def check_rows(rows: Rows, options: Options, together: int = 1) -> None:
         )
 
 
-def host_room(graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+def host_room(graph: Graph, file: ModelFile, options: Options, beside: Sequence[Beside] = ()) -> MemoryNeed:
     """Weights are mapped from the file: their pages count as available, but must stay in memory."""
     metadata = file.metadata
     sizes = metadata.bytes_per_token()
     needed = sizes["weights"] + metadata.idle_bytes() + sizes["head"] + buffer_bytes(graph, options)
-    if beside is not None:
-        needed += metadata.draft_bytes() + buffer_bytes(beside.graph, beside.options)
+    needed += sum(each.own_bytes + buffer_bytes(each.graph, each.options) for each in beside)
     return MemoryNeed(available_bytes(), needed)
 
 

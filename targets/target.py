@@ -50,10 +50,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Beside:
-    """What a second program is compiled of, which runs over the pages and states of a first one of the same file."""
+    """What another program is compiled of, which runs beside a first one of the same file.
+
+    own_bytes   of weights that the first one does not have, and of pages that it keeps for itself
+    shares      whether it runs over the pages and states of the first one
+    """
 
     graph: Graph
     options: Options
+    own_bytes: int
+    shares: bool = True
 
 
 OnProgress = Callable[[int, int, str], None]
@@ -289,8 +295,8 @@ class Target(Protocol):
         """Why this target cannot be used on this machine, or not for `file`; None if it can."""
         ...
 
-    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
-        """The memory that the program of these arguments may take and needs, with that of a second one beside it; nothing is
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Sequence[Beside] = ()) -> MemoryNeed:
+        """The memory that the program of these arguments may take and needs, with all that run beside it; nothing is
         allocated."""
         ...
 

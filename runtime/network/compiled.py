@@ -1,4 +1,4 @@
-"""What is compiled of a file: its decoder, and where it runs the layer that drafts beside it."""
+"""What is compiled of a file: its decoder, and what runs beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.runtime.network.decoder import decoder
 from edgeq.runtime.network.draft_layer import drafting_decoder, drafting_layer, layer_options
-from edgeq.runtime.network.policy import reading_decoder
+from edgeq.runtime.network.policy import expert_graphs, expert_options, reading_decoder
+from edgeq.runtime.network.vision import tower_beside
 from edgeq.runtime.session.context_size import cache_bytes, choose_context, whole_texts
 from edgeq.targets.graph import Graph
 from edgeq.targets.requantization import shared_inputs
@@ -78,8 +79,7 @@ def _compiled(
     if requantizes:
         # Refused here, so that no target compiles first.
         shared_inputs(graph)
-    beside = Beside(drafting_layer(metadata, 0, graph), layer_options(options)) if drafts else None
-    room = target.room(graph, file, options, beside)
+    room = target.room(graph, file, options, beside(file, options, graph, drafts))
     limit = metadata.config.max_position_embeddings
     chosen = choose_context(room, partial(cache_bytes, graph, options), limit, context)
     graph = network(metadata, chosen)
@@ -91,3 +91,20 @@ def _compiled(
     return CompiledModel(
         graph, chosen, program, target.compile(layer, file, layer_options(program.options), on_progress, beside=program)
     )
+
+
+def beside(file: ModelFile, options: Options, graph: Graph, drafts: bool) -> list[Beside]:
+    """The programs that will surely run beside a decoder of this graph and these options, each with its weights once.
+
+    A policy always sees; the tower of another model is compiled, and its memory asked for, when the first picture comes.
+    """
+    metadata, found = file.metadata, list[Beside]()
+    if drafts:
+        found.append(Beside(drafting_layer(metadata, 0, graph), layer_options(options), metadata.draft_bytes()))
+    if expert := metadata.config.policy:
+        sizes = metadata.policy_bytes(), 0
+        given = expert_options(options, expert)
+        found += [Beside(each, given, size) for each, size in zip(expert_graphs(metadata, 0, graph), sizes, strict=True)]
+        if metadata.config.vision:
+            found.append(tower_beside(file, options))
+    return found

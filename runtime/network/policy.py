@@ -31,7 +31,7 @@ from edgeq.runtime.session.context_size import check_length
 from edgeq.runtime.session.session import Session
 from edgeq.targets.graph import Activate, CacheWrite, Graph, InjectVectors, Linear, Operation, Select
 from edgeq.targets.rows import Rows
-from edgeq.targets.target import OnProgress, Program, Target, no_progress
+from edgeq.targets.target import OnProgress, Options, Program, Target, no_progress
 from edgeq.text.tokenizer import Tokenizer
 
 Actions = NDArray[np.float32]
@@ -81,6 +81,17 @@ def of_actions(metadata: Metadata, expert: PolicyStack, context: int, beside: Gr
     return replace(beside, buffers=buffer_widths(expert) | wide, operations=operations, result="velocity")
 
 
+def expert_graphs(metadata: Metadata, context: int, beside: Graph) -> tuple[Graph, Graph]:
+    """The graph of the row that brings the state and that of the rows that bring actions, over the cache of `beside`."""
+    expert = check_acts(metadata.config)
+    return of_state(metadata, expert, context, beside), of_actions(metadata, expert, context, beside)
+
+
+def expert_options(options: Options, expert: PolicyStack) -> Options:
+    """What an expert is compiled for beside a program of these options: a run has a row for each action."""
+    return replace(options, max_rows=expert.actions, max_logits=expert.actions, cache_bytes=0)
+
+
 def layers(metadata: Metadata, expert: PolicyStack, context: int) -> Iterator[Operation]:
     for layer in range(expert.num_hidden_layers):
         yield from attention_block(metadata, expert, layer, context, cache=layer, span=0)
@@ -119,8 +130,8 @@ class Policy:
         self.expert, self._context = check_acts(file.metadata.config), context
         if not target.shares_weights:
             raise UnsupportedError(f"target {target.name} has no experts of policies yet; run with --target cpu")
-        options = replace(program.options, max_rows=self.expert.actions, max_logits=self.expert.actions, cache_bytes=0)
-        made = (each(file.metadata, self.expert, context, graph) for each in (of_state, of_actions))
+        options = expert_options(program.options, self.expert)
+        made = expert_graphs(file.metadata, context, graph)
         self._state, self._actions = (target.compile(each, file, options, on_progress, beside=program) for each in made)
 
     def act(self, session: Session, prompt: Prompt, state: Actions, noise: Actions, steps: int) -> Actions:

@@ -27,7 +27,7 @@ from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_
 from edgeq.targets.family_operations import RowMean
 from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, RmsNorm, Scale, Select
 from edgeq.targets.rows import PAGE, VISION, Rows
-from edgeq.targets.target import OnProgress, Options, Target, no_progress
+from edgeq.targets.target import Beside, OnProgress, Options, Target, no_progress
 
 OnPatches = Callable[[int, int], None]
 """Progress callback of a tower: (patches done, total patches)."""
@@ -107,6 +107,31 @@ def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
         yield Linear(-1, last, linears[f"{p}project.1"], "features", place * config.out_hidden_size)
 
 
+def tower_options(file: ModelFile, options: Options, patches: int) -> Options:
+    """What a tower is compiled for beside a decoder of these options: a run has all `patches` of a frame, in whole tokens."""
+    config = vision_of(file.metadata)
+    return replace(
+        options,
+        mode=file.metadata.vision_mode or options.mode,
+        max_rows=patches + config.class_row,
+        max_logits=patches // config.merge**2 + config.class_feature,
+        kv=KvCodec(),
+        requantize=False,
+    )
+
+
+def own_bytes(file: ModelFile, graph: Graph, options: Options) -> int:
+    """Bytes of a tower's weights, and of the pages of its keys and values."""
+    return file.metadata.vision_bytes() + -(-options.max_rows // PAGE) * graph.page_bytes(options.kv)
+
+
+def tower_beside(file: ModelFile, options: Options) -> Beside:
+    """The tower of a model that always sees, beside a decoder of these options, for the largest picture that it takes."""
+    config, graph = vision_of(file.metadata), tower(file.metadata)
+    options = tower_options(file, options, config.piece_tokens(config.most_tokens) * config.merge**2)
+    return Beside(graph, options, own_bytes(file, graph, options), shares=False)
+
+
 def vision_of(metadata: Metadata) -> VisionConfig:
     """InputError: the model of the file reads text alone."""
     if metadata.config.vision is None:
@@ -133,17 +158,9 @@ class Tower:
         self.most_patches = most_patches // together * together
         graph, rows = tower(file.metadata), self.most_patches + self.config.class_row
         self._table = position_table(file) if self.config.interpolated else None
-        options = replace(
-            options,
-            mode=file.metadata.vision_mode or options.mode,
-            max_rows=rows,
-            max_logits=self.most_patches // together + self.config.class_feature,
-            kv=KvCodec(),
-            requantize=False,
-        )
-        room = target.room(graph, file, options)
-        pages = -(-rows // PAGE)
-        needed = room.needed + file.metadata.vision_bytes() + pages * graph.page_bytes(options.kv)
+        options = tower_options(file, options, self.most_patches)
+        room, pages = target.room(graph, file, options), -(-rows // PAGE)
+        needed = room.needed + own_bytes(file, graph, options)
         if needed > room.available:
             raise ResourceError(
                 f"pictures of {options.max_logits} tokens need {needed >> 20:,} MiB, weights included; "

@@ -24,7 +24,7 @@ class CpuTarget:
             return "numba is not installed; run: pip install numba"
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Sequence[Beside] = ()) -> MemoryNeed:
         return host_room(graph, file, options, beside)
 
     def compile(

@@ -56,7 +56,7 @@ class CudaTarget:
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()
         return f"{gpus.first.name}: {reason}" if reason else None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Sequence[Beside] = ()) -> MemoryNeed:
         """What the device holds without a cache: weights, buffers, and as many pages as the pool of the cache grows by, since
         the last that it grew by need not be used.  Of masters the largest: all of them are kept there only beside a context
         that was chosen without them."""

@@ -20,7 +20,7 @@ class ReferenceTarget:
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Sequence[Beside] = ()) -> MemoryNeed:
         return host_room(graph, file, options, beside)
 
     def compile(

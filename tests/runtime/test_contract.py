@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -96,7 +96,7 @@ class IdleTarget:
     def refusal(self, file: ModelFile | None = None) -> str | None:
         return None
 
-    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Beside | None = None) -> MemoryNeed:
+    def room(self, graph: Graph, file: ModelFile, options: Options, beside: Sequence[Beside] = ()) -> MemoryNeed:
         return self._room
 
     def compile(

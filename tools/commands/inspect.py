@@ -19,7 +19,7 @@ from edgeq.format.records import LinearSpec
 from edgeq.system import machine, measurements
 from edgeq.targets import TARGETS, load
 from edgeq.tools.cli.terminal import progress, write
-from edgeq.tools.measure.report import bits_per_weight, in_decoder, in_draft, in_tower, overall_bits
+from edgeq.tools.measure.report import bits_per_weight, in_decoder, in_draft, in_expert, in_tower, overall_bits
 
 
 def inspect(*, model: Path, verify: bool, as_json: bool, shown: str | None) -> None:
@@ -84,10 +84,12 @@ def collect(file: ModelFile, verified: bool) -> dict[str, Any]:
             "decoder": bits_per_weight(metadata, in_decoder),
             **({"vision": bits_per_weight(metadata, in_tower)} if metadata.config.vision else {}),
             **({"draft": bits_per_weight(metadata, in_draft)} if metadata.config.draft_layers else {}),
+            **({"expert": bits_per_weight(metadata, in_expert)} if metadata.config.policy else {}),
             **({"head": bits_per_weight(metadata, lambda name: name == "head")} if "head" in metadata.linears else {}),
         },
         "bytes_per_token": sizes,
         "draft_bytes": metadata.draft_bytes(),
+        "expert_bytes": metadata.policy_bytes(),
         "kv": metadata.kv.name,
         "read_bandwidth": bandwidth,
         "ceiling_tokens_per_s": bandwidth / per_token if bandwidth else None,
@@ -138,7 +140,7 @@ def layers(linears: list[LinearSpec]) -> list[dict[str, Any]]:
             last = linear.name.split(".")[-1]
             # `vision.project.0` is not one of several layers.
             name = f"vision {'project ' * last.isdecimal()}{last}" if in_tower(linear.name) else last
-            name = f"draft {last}" if in_draft(linear.name) else name
+            name = f"draft {last}" if in_draft(linear.name) else f"expert {last}" if in_expert(linear.name) else name
             groups.setdefault((name, part.component, part.codec), []).append(part)
     weighed = ("weights", "second block", "master")
     return [
@@ -179,6 +181,8 @@ def show(facts: dict[str, Any]) -> None:
     )
     if config["vision"]:
         console.print(tower_line(config["vision"]))
+    if config["policy"]:
+        console.print(f"{expert_line(config['policy'])}: {facts['expert_bytes'] / 1e6:,.2f} MB")
     if facts["draft_bytes"]:
         console.print(f"a layer that drafts (--draft mtp): {facts['draft_bytes'] / 1e6:,.2f} MB")
     table = Table(box=None, pad_edge=False)
@@ -204,7 +208,8 @@ def show(facts: dict[str, Any]) -> None:
     of_head = f", head {bits['head']:.3f}" if "head" in bits else ""
     tower = f", vision tower {bits['vision']:.3f}" if "vision" in bits else ""
     draft = f", layer that drafts {bits['draft']:.3f}" if "draft" in bits else ""
-    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}{of_head}{draft}{tower}")
+    expert = f", expert {bits['expert']:.3f}" if "expert" in bits else ""
+    console.print(f"bits per weight: {bits['all']:.3f}; decoder {bits['decoder']:.3f}{of_head}{draft}{expert}{tower}")
     sizes = facts["bytes_per_token"]
     console.print(
         f"read per token: {sizes['weights'] / 1e6:,.2f} MB of layers, {sizes['head'] / 1e6:,.2f} MB of head, "
@@ -240,6 +245,15 @@ def split_rows_line(layers: Any) -> str | None:
             over = sum(share > 0 for share in mine)
             counts.append(f"{of} {over} of {len(mine)} layers, up to {100 * max(mine):.1f} % of the outputs of one")
     return "split rows that outputs need by equation 9 of MQuant: " + "; ".join(counts) if counts else None
+
+
+def expert_line(policy: dict[str, Any]) -> str:
+    """Sizes of the expert of a policy, and what it makes of what."""
+    return (
+        f"expert: {policy['num_hidden_layers']} layers, hidden {policy['hidden_size']}, inner {policy['intermediate_size']}, "
+        f"{policy['num_attention_heads']} heads of {policy['head_dim']}; {policy['actions']} actions of "
+        f"{policy['action_size']} numbers from a state of {policy['state_size']}, in {policy['steps']} steps"
+    )
 
 
 def tower_line(vision: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from edgeq.format.container import ModelFile
 from edgeq.format.metadata import Metadata
 from edgeq.network.config import VisionConfig
 from edgeq.network.draft_stack import DraftStack
+from edgeq.network.policy_stack import PolicyStack
 from edgeq.runtime import Model
 from edgeq.system import machine
 from edgeq.tools.measure import conditions
@@ -40,7 +41,7 @@ def decoder_codec(metadata: Metadata) -> str:
 
 def in_decoder(name: str) -> bool:
     """Whether a linear layer is one of the decoder's: neither the head, nor the embedding, nor of what is beside it."""
-    return name not in ("head", "embedding") and not in_tower(name) and not in_draft(name)
+    return name not in ("head", "embedding") and not in_tower(name) and not in_draft(name) and not in_expert(name)
 
 
 def in_tower(name: str) -> bool:
@@ -51,6 +52,11 @@ def in_tower(name: str) -> bool:
 def in_draft(name: str) -> bool:
     """Whether a linear layer is of the layer that drafts."""
     return name.startswith(DraftStack.prefix)
+
+
+def in_expert(name: str) -> bool:
+    """Whether a linear layer is one of the expert of a policy."""
+    return name.startswith(PolicyStack.prefix)
 
 
 def head_codec(metadata: Metadata) -> str:
@@ -75,7 +81,7 @@ def bits_per_weight(metadata: Metadata, wanted: Callable[[str], bool]) -> float:
 
 def overall_bits(metadata: Metadata) -> float:
     """Effective bits per weight of decoder and head, as `--bits` asks for them: what is beside them is counted apart."""
-    return bits_per_weight(metadata, lambda name: not in_tower(name) and not in_draft(name))
+    return bits_per_weight(metadata, lambda name: name == "head" or in_decoder(name))
 
 
 def describe(file: ModelFile) -> str:

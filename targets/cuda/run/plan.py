@@ -110,20 +110,25 @@ def variants(graph: Graph, file: ModelFile, options: Options, modes: Iterable[Mo
 
 
 def device_bytes(
-    graph: Graph, file: ModelFile, options: Options, device: Device, stream_masters: bool = False, beside: Beside | None = None
+    graph: Graph,
+    file: ModelFile,
+    options: Options,
+    device: Device,
+    stream_masters: bool = False,
+    beside: Sequence[Beside] = (),
 ) -> int:
     """Memory of a program on a device: weights, buffers, recordings, the pages of the cache that its pool begins with, and the
-    requantized weights of one session if the options ask for them; with what a program `beside` it takes more.
+    requantized weights of one session if the options ask for them; with what programs `beside` it take more.
 
     UnsupportedError: as CudaTarget.compile.
     """
     nothing = NoDevice(device.integrated, device.multiprocessors)
     program = CudaProgram(nothing, graph, file, options, kernel_source=names_only, stream_masters=stream_masters)
     needed = program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
-    if beside is None:
-        return needed
-    second = CudaProgram(nothing, beside.graph, file, beside.options, kernel_source=names_only, beside=program)
-    return needed + second.device_bytes
+    for each in beside:
+        first = program if each.shares else None
+        needed += CudaProgram(nothing, each.graph, file, each.options, kernel_source=names_only, beside=first).device_bytes
+    return needed
 
 
 @dataclass(frozen=True)

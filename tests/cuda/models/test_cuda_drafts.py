@@ -129,8 +129,8 @@ def test_the_layer_takes_pages_states_and_weights_of_the_model(loaded: Callable[
     packed, _ = needed(workloads(model.file, ("a16",), ("f16",)))
     assert {*program._kernels.loaded, *drafting._kernels.loaded} <= set(packed)
     target = CudaTarget(EmulatedDevice())
-    beside = Beside(drafting._graph, layer_options(program.options))
-    alone, both = (target.room(model.graph, model.file, program.options, each).needed for each in (None, beside))
+    beside = Beside(drafting._graph, layer_options(program.options), model.file.metadata.draft_bytes())
+    alone, both = (target.room(model.graph, model.file, program.options, each).needed for each in ((), (beside,)))
     assert (alone, both) == (all_of_model, all_of_model + own)
     with_own = CudaProgram(program._device, drafting._graph, model.file, replace(drafting.options))
     assert with_own.device_bytes >= own + program._pages.nbytes + head.nbytes

@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.errors import InputError, UnsupportedError
+from edgeq.errors import InputError, ResourceError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.runtime import Model
-from edgeq.runtime.network.policy import Policy
+from edgeq.runtime.network.compiled import beside
+from edgeq.runtime.network.policy import Policy, reading_decoder
+from edgeq.runtime.session.context_size import cache_bytes
+from edgeq.targets.reference import ReferenceTarget
+from edgeq.targets.target import Options
 from edgeq.tools.cli.main import main
 from tests.runtime.policy.policy_checkpoint import OWN, SIDE, build, reference
 
@@ -114,10 +118,27 @@ def test_a_file_of_few_bits_acts_from_the_command_line(case: Case, tmp_path: Pat
     with Model.load(case.path, target="cpu", mode="a16") as model:
         wanted = model.act(case.pictures, "pick up", STATE, seed=3)
     assert 0 < far(np.array(lines, np.float32), wanted) < 0.2
+    shown = run.invoke(main, ["inspect", str(path), "--json"]).stdout
+    check_inspected(json.loads(shown), run.invoke(main, ["inspect", str(path)]).stdout)
     found = json.loads(run.invoke(main, [*asked, "--json"]).stdout)
     assert found["actions"] == lines
     result = run.invoke(main, [*asked[:-6], "--state", "{}"])
     assert result.exit_code == 1
+
+
+def check_inspected(facts: dict[str, Any], text: str) -> None:
+    """The expert's layers are a part of their own: none of the decoder's."""
+    groups = {group["part"]: group for group in facts["layers"] if group["component"] == "weights"}
+    assert groups["expert qkv"]["count"] == groups["qkv"]["count"] == 3
+    assert groups["expert qkv"]["columns"] == 48 and groups["qkv"]["columns"] == 72
+    weights = [group for name, group in groups.items() if name.startswith("expert ")]
+    assert {group["part"] for group in weights} >= {"expert state_in", "expert action_out"}
+    assert facts["expert_bytes"] > sum(group["bytes"] for group in weights)
+    of_expert = [g for g in facts["layers"] if g["part"].startswith("expert ")]
+    numbers = sum(group["count"] * group["rows"] * group["columns"] for group in weights)
+    assert facts["bits_per_weight"]["expert"] == pytest.approx(8 * sum(g["bytes"] for g in of_expert) / numbers)
+    assert facts["bits_per_weight"]["all"] < facts["bits_per_weight"]["expert"]
+    assert "expert: 3 layers, hidden 48" in text and "7 actions of 5 numbers from a state of 9, in 4 steps: " in text
 
 
 WRONG: dict[str, Callable[[ModelConfig], ModelConfig]] = {
@@ -163,6 +184,25 @@ def test_what_cannot_be_acted_on_is_refused(case: Case) -> None:
                 model.act(**({"images": case.pictures, "text": "pick up", "state": STATE} | changed))
         with pytest.raises(InputError, match="makes actions and continues no texts"):
             model.generate("def main():")
+
+
+def test_memory_of_expert_and_tower_is_asked_for_before_anything_is_compiled(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ModelFile.open(case.path)
+    graph, options = reading_decoder(file.metadata), Options("a16", max_rows=192)
+    alone = ReferenceTarget().room(graph, file, options).needed + cache_bytes(graph, options, 192)
+    weights = file.metadata.policy_bytes() + file.metadata.vision_bytes()
+    available = alone + weights
+    monkeypatch.setattr("edgeq.targets.host.available_bytes", lambda: available)
+    with pytest.raises(ResourceError, match="a context of 192 positions needs"):
+        Model.load(case.path, target="reference", mode="a16", context=192, max_rows=192, max_logits=1)
+    # The buffers of three programs.
+    available += 1 << 18
+    with Model.load(case.path, target="reference", mode="a16", context=192, max_rows=192, max_logits=1) as model:
+        assert model.context == 192 and model.policy is not None
+    alone = sum(each.own_bytes for each in beside(file, options, graph, drafts=False))
+    assert weights < alone < weights + (1 << 16), "weights once, and pages of the tower"
 
 
 def test_a_target_that_cannot_run_an_expert_refuses_it(case: Case) -> None:
