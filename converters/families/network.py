@@ -9,6 +9,7 @@ from typing import Any
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.source import CheckpointSource
 from edgeq.converters.families import HEAD, Family, recognise
+from edgeq.converters.families.vision.pi0 import STATISTICS, with_statistics
 from edgeq.errors import UnsupportedError
 from edgeq.format.adapter import Adapter
 from edgeq.format.safetensors import read_json
@@ -28,6 +29,8 @@ def described(source: CheckpointSource, pooling: Pooling | None = None) -> tuple
     drafts = family.description.drafts
     if drafts is not None and pooling is None and drafts(source.config, source.tensors()):
         config = replace(config, draft_layers=1)
+    if config.policy is not None and (path := source.texts / STATISTICS).exists():
+        config = replace(config, policy=with_statistics(config.policy, read_json(path)))
     return replace(family, config=config), config
 
 

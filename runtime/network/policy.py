@@ -98,15 +98,6 @@ def layers(metadata: Metadata, expert: PolicyStack, context: int) -> Iterator[Op
         yield from mlp_block(metadata, expert, layer)
 
 
-def angles(expert: PolicyStack, time: float) -> NDArray[np.float32]:
-    """Sines and cosines of a time in float32, each step rounded as where the policy was trained: a fast one turns 1,571 times
-    a unit of time."""
-    share = np.linspace(0, 1, expert.hidden_size // 2, dtype=np.float32)
-    least, ratio = np.float32(expert.min_period), np.float32(expert.max_period / expert.min_period)
-    turns = np.float32(1) / (least * ratio**share) * np.float32(2) * np.float32(np.pi) * np.float32(time)
-    return np.concatenate([np.sin(turns), np.cos(turns)]).astype(np.float32)
-
-
 def check_acts(config: ModelConfig) -> PolicyStack:
     """InputError: the model makes no actions."""
     if config.policy is None:
@@ -147,12 +138,15 @@ class Policy:
             self._state.run(self._rows(session, length, state[None]))
             actions = noise.copy()
             for step in range(steps):
-                turned = np.broadcast_to(angles(self.expert, 1 - step / steps), (count, self.expert.hidden_size))
-                rows = self._rows(session, length + 1, np.concatenate([actions, turned], axis=1))
-                actions -= self._actions.run(rows) / np.float32(steps)
+                actions -= self.velocity(session, length + 1, actions, 1 - step / steps) / np.float32(steps)
         if not np.isfinite(actions).all():
             raise InputError(NOT_FINITE.replace("logits", "actions"))
         return actions
+
+    def velocity(self, session: Session, first: int, actions: Actions, time: float) -> Actions:
+        """How `actions` at `time`, whose rows begin at slot `first`, after that of the state, change with it."""
+        turned = np.broadcast_to(self.expert.angles(time), (len(actions), self.expert.hidden_size))
+        return self._actions.run(self._rows(session, first, np.concatenate([actions, turned], axis=1)))
 
     def _rows(self, session: Session, first: int, vectors: NDArray[np.float32]) -> Rows:
         """Rows from slot `first` on that bring `vectors`, and see each other and all before them."""
@@ -194,12 +188,19 @@ def checked_steps(steps: int | None, expert: PolicyStack) -> int:
     return expert.steps if steps is None else integer("steps", steps, 1, MAX_STEPS)
 
 
-def numbers(name: str, given: Any, size: int) -> Actions:
-    """`given` as float32 [size]; a shorter one goes on with zeros, as such policies were trained.  InputError: not numbers."""
+def state_of(given: Any, expert: PolicyStack) -> Actions:
+    """What the policy reads of a state, float32 [state_size]; a shorter one goes on with zeros, as such policies were trained.
+
+    InputError: not finite numbers, more of them than the policy reads, or not as many as the file has statistics of.
+    """
+    known, size = len(expert.state_mean), expert.state_size
+    wanted = f"{known} finite numbers, as many as the file has statistics of" if known else f"1 to {size} finite numbers"
     try:
         found = np.asarray(given, np.float32)
     except (TypeError, ValueError):
-        raise wrong(name, given, f"at most {size} numbers") from None
-    if found.ndim != 1 or not 0 < len(found) <= size or not np.isfinite(found).all():
-        raise wrong(name, given, f"1 to {size} finite numbers")
-    return np.concatenate([found, np.zeros(size - len(found), np.float32)])
+        raise wrong("state", given, wanted) from None
+    if found.ndim != 1 or not 0 < len(found) <= size or len(found) != (known or len(found)) or not np.isfinite(found).all():
+        raise wrong("state", given, wanted)
+    with np.errstate(over="ignore"):
+        read = expert.read_state(found)
+    return np.concatenate([read, np.zeros(size - len(read), np.float32)])

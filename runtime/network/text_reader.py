@@ -15,7 +15,7 @@ from edgeq.network.config import ModelConfig
 from edgeq.runtime.arguments import wrong
 from edgeq.runtime.network.embedding import Embedder, RankedDocument, Texts, Vectors
 from edgeq.runtime.network.pictures import ImageSource, Pictures
-from edgeq.runtime.network.policy import Policy, check_acts, checked_steps, numbers, prompt_of
+from edgeq.runtime.network.policy import Policy, check_acts, checked_steps, prompt_of, state_of
 from edgeq.runtime.network.pooler import Pooler
 from edgeq.runtime.session.prefill_rate import PrefillRate
 from edgeq.runtime.session.session import OnPrompt, Session
@@ -84,12 +84,13 @@ class TextReader(Protocol):
         seed: int | None = None,
         steps: int | None = None,
     ) -> NDArray[np.float32]:
-        """What a robot does next, float32 [actions, numbers of an action], in the units that the policy was trained with.
+        """What a robot does next, float32 [actions, numbers of an action]: in its own units, where the file has the statistics
+        of the data that the policy was trained with, else in the units of training.
 
         images   what its cameras see, in the order of training: paths, bytes of files, PIL images
         text     what it is to do
-        state    of the robot, in the units of training; a shorter one goes on with zeros
-        noise    float32 of the result's shape, from which the actions are made; None: drawn by `seed`; None: by chance
+        state    of the robot, in the same units; without statistics a shorter one goes on with zeros
+        noise    float32 [actions, action_size] of the policy, from which it makes them; None: drawn by `seed`; None: by chance
         steps    from noise to actions; None: those of the file
 
         InputError: the model is no policy, is closed, or an argument of the wrong type or out of range.
@@ -99,11 +100,11 @@ class TextReader(Protocol):
         if policy is None or pictures is None:
             raise InputError("the model is closed; load it again")
         steps, shape = checked_steps(steps, expert), (expert.actions, expert.action_size)
-        given = numbers("state", state, expert.state_size)
+        given = state_of(state, expert)
         if noise is None:
             noise = np.random.default_rng(seed).standard_normal(shape, np.float32)
         elif not isinstance(noise, np.ndarray) or noise.shape != shape:
             raise wrong("noise", noise, f"an array of {shape[0]} x {shape[1]} numbers")
         prompt = prompt_of(text, images, pictures, self.text)
         with self.session() as session:
-            return policy.act(session, prompt, given, noise.astype(np.float32), steps)
+            return expert.own_actions(policy.act(session, prompt, given, noise.astype(np.float32), steps))

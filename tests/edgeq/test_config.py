@@ -402,6 +402,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a prompt of another kind": ({"bidirectional_prompt": 1}, FormatError, "bidirectional_prompt is 1; expected true or false"),
     "a policy that is a list": ({"policy": [1]}, FormatError, "config policy is not a JSON object"),
     "a policy of half a file": ({"policy": {"actions": 1}}, FormatError, "config policy rope lacks theta"),
+    "a policy of statistics that are none": (
+        {"policy": {"rope": {"theta": 1.0}, "state_mean": 3}},
+        FormatError,
+        "state_mean is not a list of at most 65536 entries",
+    ),
     "a prompt beside states": (
         {"bidirectional_prompt": True, "ssd": SSD},
         UnsupportedError,

@@ -80,7 +80,7 @@ def rerank(**options: Any) -> None:
 @MODEL
 @text("--image", "images", metavar="FILE", type=click.Path(path_type=Path), multiple=True, help="What a camera sees; of all.")
 @text("-p", "--prompt", "prompt", metavar="TEXT", required=True, help="What the robot is to do.")
-@text("--state", metavar="JSON", required=True, help="Its state: a list of numbers, in the units of training.")
+@text("--state", metavar="JSON", required=True, help="Its state: a list of numbers.")
 @text("--steps", type=int, metavar="N", help="From noise to actions.  [default: those of the file]")
 @text("--seed", type=int, metavar="N", help="Of the noise.  [default: by chance]")
 @text("-c", "--context", type=int, metavar="N", help="Positions of the cache: pictures, text, state and actions together.")
@@ -90,7 +90,7 @@ def rerank(**options: Any) -> None:
 def act(**options: Any) -> None:
     """What a robot does next, by a policy (π0): a line of JSON, a list of numbers, for each action, in their order.
 
-    Numbers are in the units that the policy was trained with.
+    Numbers are in the robot's own units, where the file has the statistics of the data of training; else in those of training.
     """
     from edgeq.tools.commands.embed import act as command
 

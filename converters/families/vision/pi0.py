@@ -14,6 +14,8 @@ from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.policy_stack import PolicyStack
 
+STATISTICS = "stats.json"
+"""That of the data set, as LeRobot writes it into `meta`, beside the checkpoint."""
 ARCHITECTURE = "PI0ForConditionalGeneration"
 MODULES = ("state_proj", "action_in_proj", "action_time_mlp_in", "action_time_mlp_out", "action_out_proj")
 VLM, EXPERT_MODEL = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
@@ -76,6 +78,23 @@ def expert(hf: Values) -> PolicyStack:
         min_period=of_policy["min_period"],
         max_period=of_policy["max_period"],
     )
+
+
+def with_statistics(policy: PolicyStack, stats: Values) -> PolicyStack:
+    """The policy with the means and deviations of its data: `stats` of a LeRobot data set, of which those of other kinds are
+    left out.
+
+    FormatError: one of state and action is missing, or is no list of numbers.
+    """
+    found: dict[str, tuple[float, ...]] = {}
+    for what, key in (("state", "observation.state"), ("action", "action")):
+        for kind in ("mean", "std"):
+            of_key = stats.get(key)
+            values = of_key.get(kind) if isinstance(of_key, dict) else None
+            if not isinstance(values, list) or not values or not all(type(x) in (int, float) for x in values):
+                raise FormatError(f"{STATISTICS}: {kind} of {key} is {str(values)[:80]}; expected a list of numbers")
+            found[f"{what}_{kind}"] = tuple(map(float, values))
+    return replace(policy, **found)
 
 
 def sources(config: ModelConfig | PolicyStack) -> dict[str, TensorSource]:
