@@ -354,7 +354,7 @@ comparison = section("Comparison")
 @JSON
 def compare(**options: Any) -> None:
     """Measure what a file lost: perplexity, KL divergence and top-1 agreement against SRC, with 95 % intervals; of a model that
-    embeds texts the cosine similarity of vectors.
+    embeds texts the cosine similarity of vectors, of a policy the error of actions, against a file.
 
     A checkpoint is run block by block, once for a text: what the comparison needs of it is kept in the cache folder.
     """

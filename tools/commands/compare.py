@@ -26,6 +26,7 @@ from edgeq.tools.hub.names import is_hub_name
 from edgeq.tools.measure.report import in_columns
 from edgeq.tools.measure.statistics import Array, paired_difference, percentile
 from edgeq.tools.quality import corpus
+from edgeq.tools.quality.compare_actions import compare_actions
 from edgeq.tools.quality.compare_vectors import compare_vectors
 from edgeq.tools.quality.predictions import Divergence, Predictions
 from edgeq.tools.quality.scorers import CheckpointScorer, FileScorer, Scorer, Windows
@@ -64,7 +65,7 @@ def compare(
     **options: Any,
 ) -> None:
     """Perplexity, KL divergence and top-1 agreement of every file against the source, to standard output; of files that embed
-    texts the cosine similarity of vectors.
+    texts the cosine similarity of vectors, and of policies the error of actions.
 
     `options` go to Model.load.
 
@@ -75,6 +76,11 @@ def compare(
         if len(embed) < len(models):
             raise InputError(f"{embed[0]} embeds texts and others continue them; compare files of the same model")
         compare_vectors(models, against, text, window=window or WINDOW, limit=limit, as_json=as_json, options=options)
+        return
+    if acting := [path for path in models if ModelFile.open(path).metadata.config.policy]:
+        if len(acting) < len(models):
+            raise InputError(f"{acting[0]} makes actions and others continue texts; compare files of the same model")
+        compare_actions(models, against, text, as_json=as_json, options=options)
         return
     if is_hub_name(against):
         against, _ = checkpoint_source(against, HubAccess(), with_tower=False)
