@@ -1,18 +1,25 @@
-"""Reads the calibration text, a file or the built-in one, and cuts it into rows of tokens."""
+"""Reads the calibration text, a file or the built-in one, and cuts it into rows of tokens.
+
+The built-in text is of modules of Python's standard library and topics of its language reference, which every machine with
+Python has.  The demo model was neither trained nor is evaluated on it.  It depends on the Python version, so its digest goes
+into the provenance of a file.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from edgeq.converters.calibration import builtin_text
 from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.errors import InputError
 from edgeq.text import foreign_tokenizer
 
+MODULES = ("configparser.py", "fractions.py", "sched.py", "textwrap.py", "zipfile.py")
+BUILT_IN = "python standard library and language reference, calibration split"
 ROW_TOKENS = 512
 MAX_ROWS = 64
 MAX_BYTES = 16 << 20
@@ -46,9 +53,9 @@ def calibration(path: Path | None, text: TextAssets, length: int, most: int = MA
 
     Of more rows than `most`, evenly spaced ones.  InputError: it cannot be read, is too long, or is not enough for one row.
     """
-    source = builtin_text.NAME if path is None else path.name
+    source = BUILT_IN if path is None else path.name
     try:
-        documents = builtin_text.documents() if path is None else (_read(path),)
+        documents = built_in_documents() if path is None else (_read(path),)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot read it as UTF-8 calibration text: {error}") from None
     encoder = foreign_tokenizer.load(text.blobs["tokenizer.json"])
@@ -62,6 +69,15 @@ def calibration(path: Path | None, text: TextAssets, length: int, most: int = MA
     count = min(most, len(rows))
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
     return Calibration(source, digest, rows[[i * len(rows) // count for i in range(count)]])
+
+
+def built_in_documents() -> tuple[str, ...]:
+    """The modules that this Python has, and every eighth topic of the language reference."""
+    from pydoc_data.topics import topics
+
+    library = Path(sysconfig.get_paths()["stdlib"])
+    code = [(library / name).read_text(encoding="utf-8") for name in MODULES if (library / name).exists()]
+    return (*code, *(topics[name] for i, name in enumerate(sorted(topics)) if i % 8 == 4))
 
 
 def _read(path: Path) -> str:

@@ -209,9 +209,13 @@ class BlockForward(TokenForward):
         return self.compute.batches(self.hidden)
 
     def attention_arguments(self, layer: int) -> dict[str, Any]:
-        """Rotary tables and the mask: causal or both ways, and only `window` positions where the layer has a window."""
+        """Rotary tables and the mask: causal or both ways, and only `window` positions where the layer has a window.
+
+        What a policy reads is a prompt, all of it.
+        """
         config = self.config
-        mask = self.compute.put(visible(self.hidden.shape[1], config.window(layer), config.bidirectional))
+        both = config.bidirectional or (config.policy is not None and config.bidirectional_prompt)
+        mask = self.compute.put(visible(self.hidden.shape[1], config.window(layer), both))
         turns = self._angles[config.layer_rope(layer), config.heads_of(layer).head_dim]
         return {"position_embeddings": turns, "attention_mask": mask}
 
@@ -230,6 +234,13 @@ class BlockForward(TokenForward):
 
     def passed(self, index: int) -> None:
         """Nothing: text goes from layer to layer."""
+
+    def advance_keeping(self, index: int, layer: nn.Module) -> KeysValues:
+        """Advance, and give the keys and values of the layer."""
+        found = self._kept[index] = KeysValues(len(self.hidden))
+        self.advance(index, layer)
+        del self._kept[index]
+        return found
 
     def few(self, count: int) -> BlockForward:
         found = copy(self)

@@ -39,7 +39,8 @@ class Norm(nn.Module):
 
 
 class TorchAttention(nn.Module):
-    """Attention of layer `index`.  `kept`, where it runs, takes its keys and values, or has those of the layer it reads."""
+    """Attention of layer `index`.  `kept`, where it runs, takes its keys and values, or has those of the layer it reads;
+    `before` has those of tokens that come first."""
 
     def __init__(self, config: Stack, biases: tuple[str, ...], index: int) -> None:
         super().__init__()
@@ -64,9 +65,10 @@ class TorchAttention(nn.Module):
         position_embeddings: Angles | None,
         attention_mask: Tensor | None,
         kept: KeptRows | None = None,
+        before: KeptRows | None = None,
     ) -> Tensor:
         """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
-        queries, keys, values = self._heads(hidden_states, position_embeddings, kept)
+        queries, keys, values = self._heads(hidden_states, position_embeddings, kept, before)
         if self.sinks is not None:
             keys, values, attention_mask = self._with_sinks(self.sinks.weight, keys, values, attention_mask)
         if self.cap is None:
@@ -97,15 +99,17 @@ class TorchAttention(nn.Module):
         position_embeddings: Angles | None,
         attention_mask: Tensor | None,
         kept: KeptRows | None = None,
+        before: KeptRows | None = None,
     ) -> Tensor:
         """How much of what is attended to is each token, [rows, tokens]: the squares of the shares that all queries have of it,
         summed over the queries, the mean over the heads.
 
         So many times a change of its value counts at the outputs of attention.
         """
-        queries, keys, _ = self._heads(hidden_states, position_embeddings, kept)
+        queries, keys, _ = self._heads(hidden_states, position_embeddings, kept, before)
         rows, heads, tokens, _ = queries.shape
-        at_once, found = max(1, SCORES // (heads * tokens)), torch.zeros(rows, tokens, device=queries.device)
+        seen = keys.shape[2]
+        at_once, found = max(1, SCORES // (heads * seen)), torch.zeros(rows, seen, device=queries.device)
         for total, q, k in zip(found, queries, keys, strict=True):
             for span in torch.arange(tokens).split(at_once):
                 some = slice(int(span[0]), int(span[-1]) + 1)
@@ -118,7 +122,7 @@ class TorchAttention(nn.Module):
                     total += torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].square_().sum((0, 1, 2)) / heads
                     continue
                 total += scores.softmax(-1).square_().sum((0, 1, 2)) / heads
-        return found
+        return found[:, seen - tokens :]
 
     def _with_sinks(self, sinks: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and a mask of scores with one more of each, zeros: its score of a head is the head's sink."""
@@ -129,7 +133,7 @@ class TorchAttention(nn.Module):
         return functional.pad(keys, (0, 0, 0, 1)), functional.pad(values, (0, 0, 0, 1)), added
 
     def _heads(
-        self, hidden_states: Tensor, position_embeddings: Angles | None, kept: KeptRows | None
+        self, hidden_states: Tensor, position_embeddings: Angles | None, kept: KeptRows | None, before: KeptRows | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [rows, heads, tokens, head_dim]."""
         queries = self._prepared(self.q_proj(hidden_states), self.q_norm, position_embeddings)
@@ -143,6 +147,9 @@ class TorchAttention(nn.Module):
             values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.value_eps)
         if kept is not None:
             kept.whole.keep(kept.places, keys, values)
+        if before is not None:
+            earlier = before.whole.taken(before.places, keys.device)
+            keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
         return queries, keys, values
 
     def _by_heads(self, x: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ MLP_MAPPINGS = (
 )
 
 
-def mixer_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def mixer_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """Those of attention, and of what layers with a state have in its place."""
     gate = ("attention_gate",) if config.attention_gate else ()
     beside = (("ssd_in",), ("ssd_dt",)) if config.ssd and config.ssd.beside_attention else ((), ())
@@ -145,7 +145,7 @@ def mixer_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     )
 
 
-def network_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def network_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """Those that the order of norms and linear layers allows: a gate lets a factor pass, an activation without one does not."""
     if config.normed_residual == "all":
         # What a norm gives is the residual too: no factor of it passes.
@@ -211,7 +211,7 @@ class FamilyDescription:
     biases: tuple[str, ...] = ()
     sources: Callable[[Any], dict[str, TensorSource]] = no_sources
     derived: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    mappings: Callable[[ModelConfig], tuple[ScaleMapping, ...]] = network_mappings
+    mappings: Callable[[Stack], tuple[ScaleMapping, ...]] = network_mappings
     tower: FamilyDescription | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -345,10 +345,11 @@ class Family:
 
     @property
     def mappings(self) -> list[ScaleMapping]:
-        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA)."""
+        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA), and where no
+        other layer reads the values too, as an expert's reads its decoder's."""
         config = self.config
-        assert isinstance(config, ModelConfig)
-        multi_head = config.kv_size == config.query_size and config.alike
+        policy = isinstance(config, PolicyStack) or (isinstance(config, ModelConfig) and config.policy is not None)
+        multi_head = config.kv_size == config.query_size and config.alike and not policy
         return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]
 
     def awq_mappings(self, layer: int) -> list[ScaleMapping]:

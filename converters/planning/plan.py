@@ -42,6 +42,7 @@ from edgeq.format.container import DATA_OFFSET
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import Mode
 from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.policy_stack import PolicyStack
 from edgeq.version import __version__
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class ConversionPlan:
         tunes, tuning = bool(self.method.options.tune), tuning_bytes(layer, self.largest_bytes, batch)
         work = (2 * layer + max(batch, tunes * tuning), 2 * layer + writing, layer + batch + states, states + logits + writing)
         pictures = self._picture_bytes(self.calibration) if isinstance(self.calibration, PictureSamples) else 0
+        if self.draft and self.draft.calibrates:
+            pictures += self._expert_bytes(layer)
         # Tuning has inputs and targets beside the outputs.
         kept = (1 + tunes) * 4 * kept_numbers(c, tokens)
         return always + pictures + kept + (1 + 2 * tunes) * 4 * tokens * c.hidden_size + max(work)
@@ -215,6 +218,19 @@ class ConversionPlan:
         batch = 4 * most * (3 * c.num_attention_heads * most + token_activations(c) + 2 * c.joined_size)
         kept = widest + len(c.tap_layers) * c.hidden_size
         return 4 * sum(patches) * kept + 2 * layer + batch + self.tower.memory_bytes(sum(patches))
+
+    def _expert_bytes(self, decoder_layer: int) -> int:
+        """Memory that an expert takes over a few texts: their states in the decoder, a layer of which is run beside it, keys
+        and values of one layer, and the rows of the expert."""
+        from edgeq.converters.calibration.expert_forward import TEXTS
+        from edgeq.converters.calibration.forward import token_activations
+
+        assert self.draft is not None and isinstance(self.draft.stack, PolicyStack) and self.calibration is not None
+        c, e, texts = self.method.config, self.draft.stack, self.calibration.few(TEXTS)
+        count, length = 1 + e.actions, texts.longest
+        seen = count * (3 * e.num_attention_heads * (length + count) + token_activations(e) + 2 * e.kv_size * length)
+        rows = texts.tokens // length * e.steps * count * (2 * e.hidden_size + e.action_size)
+        return decoder_layer + 4 * (texts.tokens * (c.hidden_size + 2 * c.kv_size) + BATCH_ROWS * seen + rows)
 
     def metadata(self, split_rows: Mapping[str, object] | None = None) -> Metadata:
         """Metadata of the finished file.  Nothing in it depends on when, where or in how many runs it was made.

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 TAKES_OTHERS = ("none", "as-stored", "rtn", "awq", "gptq", "awq+gptq")
 """Methods that convert layers with a state in place of attention, and layers whose heads differ."""
+ROTATED = ("quarot", "resq", "mquant")
+EXPERTS = ("awq", "gptq", "awq+gptq")
+"""Methods that calibrate the expert of a policy too; it is rounded to nearest by the others."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
 
@@ -80,6 +83,7 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     allocation, options = options.allocation, replace(options, allocation=None if options.allocation is None else {})
     kind = chosen(options)
     _check_layers(kind.name, options, config)
+    _check_policy(kind.name, options, config)
     method = kind(options, family, config)
     _check_pooling(method)
     tower = _tower(options, family)
@@ -108,6 +112,16 @@ def _check_layers(method: str, options: ConvertOptions, config: ModelConfig) -> 
             f"{spelled('budget' if options.budget is not None else 'allocation')}: layers of this model ({config.model_type}) "
             "read keys and values of others, or rows of their own, through which nothing is measured yet; give --bits as an "
             "integer"
+        )
+
+
+def _check_policy(method: str, options: ConvertOptions, config: ModelConfig) -> None:
+    """UnsupportedError: the method changes the values that the decoder keeps, which an expert reads as they were."""
+    rotates = "--rotate" if options.rotate else f"--method {method}" if method in ROTATED else None
+    if rotates and config.policy is not None:
+        raise UnsupportedError(
+            f"{rotates}: the expert of this policy ({config.model_type}) reads the decoder's values, which are rotated; "
+            f"supported without --rotate: {', '.join(name for name in METHODS if name not in ROTATED)}"
         )
 
 
@@ -229,8 +243,9 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
 
 
 def _draft(method: Method) -> Method | None:
-    """What is done to the layer that drafts, or to the expert of a policy: rounding in the codec of the decoder's layers,
-    without calibration, as what the first gives is checked; or nothing where the decoder stays as it is."""
+    """What is done to the layer that drafts, or to the expert of a policy, in the codec of the decoder's layers: rounding to
+    nearest, as what the first gives is checked, or the decoder's method where that calibrates experts too; or nothing where
+    the decoder stays as it is."""
     family, options = method.family.draft or method.family.policy, method.options
     if family is None:
         return None
@@ -240,7 +255,10 @@ def _draft(method: Method) -> Method | None:
         size = options.group_size if method.group_size_given else None
         grid = {key: getattr(options, key) for key in ("half", "table", "trellis", "scale_bits")}
         symmetric = None if any(grid.values()) else options.symmetric
-        mine = ConvertOptions(method="rtn", bits=options.bits, group_size=size, symmetric=symmetric, **grid)
+        allocates, kind = options.budget is not None or options.allocation is not None, "rtn"
+        if method.family.draft is None and options.method in EXPERTS and not allocates:
+            kind, grid["act_order"] = options.method, options.act_order
+        mine = ConvertOptions(method=kind, bits=options.bits, group_size=size, symmetric=symmetric, **grid)
     return chosen(mine)(mine, family, family.config)
 
 

@@ -42,7 +42,7 @@ class WriteStep:
 
     method   that delivers them
     layer    the decoder layer they belong to, if any
-    block    which block of its stack that is, or of a tower: its patches, its layers and its projector
+    block    which block of its stack that is, or of a tower: its patches, its layers and its projector; or of an expert
     """
 
     label: str
@@ -141,7 +141,7 @@ def beside_steps(checkpoint: Checkpoint, method: Method) -> Iterator[WriteStep]:
     layers = config.num_hidden_layers
     yield WriteStep("expert's input", tuple(stack.ends(policy_input(config))), method)
     for i in range(layers):
-        yield WriteStep(f"expert's layer {i + 1} of {layers}", tuple(stack.layer(i)), method)
+        yield WriteStep(f"expert's layer {i + 1} of {layers}", tuple(stack.layer(i)), method, block=i)
     yield WriteStep("expert's output", tuple(stack.ends(policy_output(config))), method)
 
 

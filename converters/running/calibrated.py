@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import MEASURED_ROWS
 from edgeq.converters.calibration.dataset import Calibration
+from edgeq.converters.calibration.expert_forward import TEXTS, ExpertForward
 from edgeq.converters.calibration.forward import BlockForward, Forward, TokenForward, WholeReader
 from edgeq.converters.calibration.head import Rounded, gptq_rounding, last_norm
 from edgeq.converters.calibration.sample_forward import SampleForward
@@ -31,6 +32,7 @@ from edgeq.converters.running.readback import stored_rows, stored_tensors
 from edgeq.converters.running.run import ConversionRun
 from edgeq.converters.running.stages import DIVERGENCE, MEASURE, PREPARED, STUDY
 from edgeq.network.config import VisionConfig
+from edgeq.network.policy_stack import PolicyStack
 
 
 class CalibratedRun(ConversionRun):
@@ -107,11 +109,14 @@ class CalibratedRun(ConversionRun):
         """
         tower: TowerForward | None = None
         decoder: TokenForward | None = None
+        expert: ExpertForward | None = None
         exact: BlockForward | None = None
         for index, step in enumerate(self.plan.steps[:-1]):
             method, finished, forward = step.method, index < self.skip, cast(Forward | None, None)
             if step.block is not None and method.calibrates:
-                if step.layer is None:
+                if isinstance(method.stack, PolicyStack):
+                    forward = expert = expert or self._expert_forward(method, tensors)
+                elif step.layer is None:
                     forward = tower = tower or self._tower_forward(method, tensors)
                 else:
                     forward = decoder = decoder or self._forward(tensors, features=tower.states if tower else None)
@@ -141,6 +146,15 @@ class CalibratedRun(ConversionRun):
         found = self._forward(tensors)
         assert isinstance(found, BlockForward)
         return found
+
+    def _expert_forward(self, method: Method, tensors: Tensors) -> ExpertForward:
+        """What enters the expert, after a few texts that the decoder reads as it is stored, or as the method propagates."""
+        assert isinstance(method.stack, PolicyStack) and self.plan.calibration is not None
+        decoder = self._forward(tensors, self.plan.calibration.few(TEXTS))
+        # Pictures are not calibrated with where a prompt sees itself both ways.
+        assert isinstance(decoder, BlockForward)
+        read = self._stored() if method.propagates else None
+        return ExpertForward(method.family, method.stack, decoder, tensors, read)
 
     def _tower_forward(self, method: Method, tensors: Tensors) -> TowerForward:
         assert isinstance(self.plan.calibration, PictureSamples) and isinstance(method.stack, VisionConfig)

@@ -236,7 +236,7 @@ def principal_components(source: Path) -> Tensor:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from edgeq.converters.calibration.builtin_text import MODULES
+    from edgeq.converters.calibration.dataset import MODULES
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()

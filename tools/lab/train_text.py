@@ -45,7 +45,7 @@ def _training_docs() -> list[str]:
 
 
 def _training_modules() -> Iterator[Path]:
-    from edgeq.converters.calibration.builtin_text import MODULES
+    from edgeq.converters.calibration.dataset import MODULES
 
     library = sysconfig.get_paths()["stdlib"]
     for folder, folders, files in sorted(os.walk(library)):

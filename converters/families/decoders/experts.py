@@ -80,7 +80,7 @@ def mixtral_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
-def expert_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def expert_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """The router reads the same channels as they do, so it follows their scale."""
     owners = [f"experts.{expert}." for expert in range(config.num_experts)]
     followers = ["router"]
@@ -178,7 +178,7 @@ def gpt_oss_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
-def gpt_oss_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def gpt_oss_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """Nothing passes a limit and a sum with 1, so none between up and down."""
     return tuple(mapping for mapping in expert_mappings(config) if not mapping.absorber.endswith("up"))
 

@@ -22,6 +22,7 @@ from edgeq.converters.families.family import (
 from edgeq.converters.families.positions import rope_of, typed_windows, window
 from edgeq.errors import FormatError
 from edgeq.network.config import ModelConfig
+from edgeq.network.stack import Stack
 
 # Module of torch_decoder.py -> transformers' own; all hold w of a gain 1 + w.
 GAINS = {
@@ -107,7 +108,7 @@ def gemma_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
-def gemma_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def gemma_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """Without the norm before q, k, v: after them come norms of their own, and scales were found to hurt there."""
     return (AFTER_VALUES, *MLP_MAPPINGS)
 

@@ -25,6 +25,7 @@ from edgeq.errors import FormatError, UnsupportedError
 from edgeq.format.manifest import table_shapes
 from edgeq.network.config import ModelConfig
 from edgeq.network.rope import Rope
+from edgeq.network.stack import Stack
 
 PATTERN = 6
 """Without `layer_types` every so many-th layer sees all positions."""
@@ -184,7 +185,7 @@ def gemma4_unused(config: ModelConfig, tensor: str) -> bool:
     return any(tensor == f"model.layers.{layer}.self_attn.{name}" for layer in shared for name in of_keys)
 
 
-def gemma4_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def gemma4_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """Without those of attention: what queries, keys and values are multiplied by, their norms take away."""
     if not config.num_experts:
         return MLP_MAPPINGS

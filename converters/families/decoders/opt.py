@@ -22,6 +22,7 @@ from edgeq.converters.families.family import (
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.rope import Rope
+from edgeq.network.stack import Stack
 
 # Module of torch_decoder.py -> transformers' own.
 MODULES = {
@@ -83,7 +84,7 @@ def opt_sources(config: ModelConfig) -> dict[str, TensorSource]:
     return sources
 
 
-def opt_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
+def opt_mappings(config: Stack) -> tuple[ScaleMapping, ...]:
     """ReLU lets a positive scale pass, so fc1 absorbs that of fc2."""
     return (
         *ATTENTION_MAPPINGS,

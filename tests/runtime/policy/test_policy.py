@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from numpy.typing import NDArray
 from PIL import Image
 
-from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.errors import InputError, ResourceError, UnsupportedError
+from edgeq.converters.families.vision.pi0 import with_statistics
+from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.runtime import Model
@@ -27,66 +25,10 @@ from edgeq.runtime.session.context_size import cache_bytes
 from edgeq.targets.reference import ReferenceTarget
 from edgeq.targets.target import Options
 from edgeq.tools.cli.main import main
-from tests.runtime.policy.policy_checkpoint import OWN, SIDE, build, reference
+from tests.runtime.policy.cases import STATE, Actions, Case
+from tests.runtime.policy.policy_checkpoint import OWN
 
 TOLERANCE = 1e-4
-STATE = [0.3, -1.2, 0.7, 2.0, -0.1, 0.4]
-Actions = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint, its float32 file, what two cameras see, and noise."""
-
-    folder: Path
-    path: Path
-
-    @cached_property
-    def pictures(self) -> list[Image.Image]:
-        pixels = np.random.default_rng(3).integers(0, 256, (2, SIDE, SIDE, 3), np.uint8)
-        return [Image.fromarray(each) for each in pixels]
-
-    @cached_property
-    def noise(self) -> Actions:
-        return np.random.default_rng(4).standard_normal((OWN["chunk_size"], OWN["max_action_dim"])).astype(np.float32)
-
-    @cached_property
-    def wanted(self) -> Actions:
-        """transformers' own, of a prompt and of pixels as its processor makes them, which needs torchvision."""
-        import torch
-        from transformers import AutoTokenizer
-
-        pixels = np.stack([np.asarray(picture) for picture in self.pictures]).transpose(0, 3, 1, 2)
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, pad_token="<|end|>")
-        text = f"{'<image>' * 16 * len(pixels)}{tokenizer.bos_token}pick up\n"
-        inputs = tokenizer([text], padding="max_length", max_length=48, padding_side="right", return_tensors="pt")
-        state = torch.zeros(1, OWN["max_state_dim"])
-        state[0, : len(STATE)] = torch.tensor(STATE)
-        found: Actions = (
-            reference(self.folder)
-            .sample_actions(
-                state=state,
-                input_ids=inputs["input_ids"],
-                pixel_values=torch.from_numpy((pixels / np.float32(255) - 0.5) / 0.5).float()[None],
-                attention_mask=inputs["attention_mask"],
-                pixel_attention_mask=torch.ones(1, len(pixels), dtype=torch.bool),
-                noise=torch.from_numpy(self.noise.copy())[None],
-            )[0]
-            .numpy()
-        )
-        return found
-
-    def act(self, target: str, **settings: Any) -> Actions:
-        with Model.load(self.path, target=target, mode="a16", context=192) as model:
-            return model.act(self.pictures, "pick up", STATE, noise=self.noise, **settings)
-
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp("policy")
-    build(folder / "checkpoint")
-    convert(str(folder / "checkpoint"), folder / "m.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)
-    return Case(folder / "checkpoint", folder / "m.edgeq")
 
 
 def far(found: Actions, wanted: Actions) -> float:
@@ -120,10 +62,25 @@ def test_a_file_of_few_bits_acts_from_the_command_line(case: Case, tmp_path: Pat
     assert 0 < far(np.array(lines, np.float32), wanted) < 0.2
     shown = run.invoke(main, ["inspect", str(path), "--json"]).stdout
     check_inspected(json.loads(shown), run.invoke(main, ["inspect", str(path)]).stdout)
+    compared = run.invoke(main, ["compare", str(path), str(case.path), "--against", str(case.path), "--mode", "a16", "--json"])
+    check_compared(json.loads(compared.stdout))
+    result = run.invoke(main, ["compare", str(path), "--against", str(case.folder)])
+    assert result.exit_code == 1 and "a policy is compared with a file of it" in result.stderr
+    provenance = ModelFile.open(path).metadata.provenance["draft"]
+    assert isinstance(provenance, dict) and provenance["method"] == method
     found = json.loads(run.invoke(main, [*asked, "--json"]).stdout)
     assert found["actions"] == lines
     result = run.invoke(main, [*asked[:-6], "--state", "{}"])
     assert result.exit_code == 1
+
+
+def check_compared(facts: dict[str, Any]) -> None:
+    """A file of 8 bits is not far from the source, which is where it is."""
+    few, same = facts["files"]
+    assert facts["situations"] == 16 and len(facts["source"]["spreads"]) == 5
+    assert 0 < few["rms"] < few["largest"] < 0.3 and few["largest"] == max(few["largest_of_numbers"])
+    assert few["rms"] == pytest.approx(np.sqrt(np.mean(np.square(few["rms_of_numbers"]))))
+    assert same["rms"] == same["largest"] == 0
 
 
 def check_inspected(facts: dict[str, Any], text: str) -> None:
@@ -184,6 +141,49 @@ def test_what_cannot_be_acted_on_is_refused(case: Case) -> None:
                 model.act(**({"images": case.pictures, "text": "pick up", "state": STATE} | changed))
         with pytest.raises(InputError, match="makes actions and continues no texts"):
             model.generate("def main():")
+
+
+def test_with_statistics_a_robot_has_its_own_units(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first numbers of a state and of an action, as many as the data have."""
+    config = ModelFile.open(case.path).metadata.config
+    assert config.policy
+    stats: dict[str, Any] = {"observation.state": {"mean": [5.0, -3.0, 0.5], "std": [2.0, 0.5, 0.0], "count": [7]}}
+    stats["action"] = {"mean": [10.0, -20.0], "std": [3.0, 0.1]}
+    policy = with_statistics(config.policy, stats)
+    assert ModelConfig.from_json(replace(config, policy=policy).to_json()).policy == policy
+    read = [0.5, -1.0, 0.0]
+    made = case.act("reference", state=read)
+    opened = ModelFile.open
+
+    def other(path: Path) -> ModelFile:
+        file = opened(path)
+        file.metadata = replace(file.metadata, config=replace(config, policy=policy))
+        return file
+
+    monkeypatch.setattr(ModelFile, "open", other)
+    found = case.act("reference", state=[6.0, -3.5, 0.5])
+    assert found.shape == (OWN["chunk_size"], 2)
+    assert np.allclose(found, made[:, :2] * np.float32([3, 0.1]) + np.float32([10, -20]), rtol=1e-6)
+    with pytest.raises(InputError, match="3 finite numbers, as many as the file has statistics of"):
+        case.act("reference", state=[6.0, -3.5])
+
+
+@pytest.mark.parametrize(
+    "stats, says",
+    [
+        ({"action": {"mean": [0.0], "std": [1.0]}}, "mean of observation.state is None; expected a list of numbers"),
+        ({"observation.state": {"mean": [0.0], "std": [1.0, 2.0]}}, "state_mean has 1 numbers, state_std 2"),
+        ({"observation.state": {"mean": [0.0] * 10, "std": [1.0] * 10}}, "at most 9"),
+        ({"observation.state": {"mean": [0.0], "std": [-1.0]}}, "no std below 0"),
+        ({"observation.state": {"mean": [float("nan")], "std": [1.0]}}, "no number from -1e12 to 1e12"),
+        ({"observation.state": {"mean": "x", "std": [1.0]}}, "expected a list of numbers"),
+    ],
+)
+def test_statistics_that_are_none_are_refused(case: Case, stats: dict[str, Any], says: str) -> None:
+    policy = ModelFile.open(case.path).metadata.config.policy
+    assert policy
+    with pytest.raises(FormatError, match=says):
+        with_statistics(policy, {"action": {"mean": [0.0], "std": [1.0]}} | stats)
 
 
 def test_memory_of_expert_and_tower_is_asked_for_before_anything_is_compiled(

@@ -15,7 +15,7 @@ from edgeq.tools.quality import corpus
 
 
 def test_the_splits_of_the_corpus_do_not_overlap() -> None:
-    from edgeq.converters.calibration.builtin_text import MODULES
+    from edgeq.converters.calibration.dataset import MODULES
 
     assert not set(MODULES) & set(corpus.EVALUATION)
     training = set(training_texts())
