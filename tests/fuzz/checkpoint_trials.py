@@ -19,7 +19,9 @@ from edgeq.converters.importers.quantized.packed_tensor import PackedTensor
 from edgeq.converters.importers.safetensors_folder import INDEX, SafetensorsFolder
 from edgeq.errors import EdgeqError
 from edgeq.format.safetensors import SIZES, read_header
+from edgeq.network.config import ModelConfig
 
+SIZES_OF_STACK = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 COMMON: dict[str, Any] = {
     **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 16},
@@ -33,6 +35,47 @@ COMMON: dict[str, Any] = {
     **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
 }
+TEXT = {"model_type": "gemma", "head_dim": 16, "max_position_embeddings": 512, **{key: COMMON[key] for key in SIZES_OF_STACK}}
+POLICY: dict[str, Any] = {
+    "architectures": ["PI0ForConditionalGeneration"],
+    "vlm_config": {
+        "model_type": "paligemma",
+        "image_token_index": 5,
+        "projection_dim": 64,
+        "text_config": TEXT | {"vocab_size": 256, "rope_theta": 1e4, "num_key_value_heads": 1},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"model_type": "siglip_vision_model", "patch_size": 8, "image_size": 24, "vision_use_head": False},
+        },
+    },
+    "dit_config": TEXT | {"hidden_size": 48, "intermediate_size": 80, "num_key_value_heads": 1},
+    **{"chunk_size": 7, "max_state_dim": 9, "max_action_dim": 5, "num_inference_steps": 4, "min_period": 0.01},
+}
+PICTURES = {
+    "image_processor_type": "PI0ImageProcessor",
+    "size": {"max_height": 24, "max_width": 24},
+    "pad_size": {"height": 24, "width": 24},
+}
+
+
+def policy(rng: random.Random) -> str:
+    """The same of a policy, whose decoder, tower and expert have objects of their own, and of what reads its pictures."""
+    pictures = changed_json(rng, PICTURES) if rng.random() < 0.2 else PICTURES
+    try:
+        family, found = recognise(changed_json(rng, POLICY) if rng.random() < 0.95 else POLICY, pictures)
+        if found.num_hidden_layers < 4096:
+            for each in (family, family.tower, family.policy):
+                assert each is not None
+                each.sources()
+                each.tensor_shapes()
+        ModelConfig.from_json(found.to_json())
+    except EdgeqError as error:
+        return refused(error)
+    except AttributeError as error:
+        if "has no attribute 'get'" not in str(error):
+            raise
+        return "no object"
+    return "recognised"
 
 
 def config(rng: random.Random) -> str:

@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import flatbuffers
-from model_files import make
+import numpy as np
+from model_files import make, make_policy
 from mutation import EDGES, changed_bytes, changed_json, refused
+from PIL import Image
 
 from edgeq.errors import EdgeqError, FormatError
 from edgeq.format.container import DATA_OFFSET, ModelFile
 from edgeq.format.schema import model_generated as fb
 from edgeq.format.writer import Writer
+from edgeq.runtime import Model
 from edgeq.tools.commands.inspect import collect, show
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -29,6 +33,8 @@ from tests.edgeq.format.sample_file import seal, split, write_body  # noqa: E402
 SEEDS = (166, 164, 199, 279, 117, 466, 212, 402)
 """Files of model_files.py that together have every part and codec: experts, masters, two weight blocks, low rank, transforms,
 orders, scales, rotations, every kind of cache and of rotary positions."""
+MAX_RUN = 1 << 12
+"""Rows of all steps, and tokens of a picture, that a mutant could claim: more is not run."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,36 @@ def samples(folder: Path) -> list[Sample]:
         make(path, seed)
         found.append(Sample.of(path.read_bytes()))
     return found
+
+
+def policies(folder: Path) -> list[Sample]:
+    """Sound files of policies, of 140 to 160 KB."""
+    path, found = folder / "sample.edgeq", []
+    for seed in (1, 2, 3):
+        make_policy(path, seed)
+        found.append(Sample.of(path.read_bytes()))
+    return found
+
+
+def acting(rng: random.Random, samples: Sequence[Sample], path: Path) -> str:
+    """A policy whose metadata are well formed but for some fields, or sound, acts on a picture, a text and a state."""
+    sample = rng.choice(samples)
+    path.write_bytes(changed_metadata(rng, sample) if rng.random() < 0.98 else sample.whole)
+    outcome = opened(path, rng, damaged=False)
+    if not outcome.startswith("opened"):
+        return outcome
+    try:
+        file = ModelFile.open(path)
+        policy, vision = file.metadata.config.policy, file.metadata.config.vision
+        if policy is None or vision is None or policy.actions * policy.steps > MAX_RUN or vision.most_tokens > MAX_RUN:
+            return "not run"
+        with Model.load(path, target="reference", context=130) as model, warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            found = model.act([Image.new("RGB", (16, 16), "red")], "a b", [0.5] * min(policy.state_size, 9), seed=1)
+        assert found.shape == (policy.actions, policy.action_size) and np.isfinite(found).all()
+    except EdgeqError as error:
+        return refused(error)
+    return "acted"
 
 
 def opened(path: Path, rng: random.Random, damaged: bool) -> str:

@@ -11,11 +11,22 @@ import numpy as np
 
 from edgeq.errors import FormatError
 from edgeq.format.codec import GROUP_SIZES, Codec, pack_floats, pack_integers, to_bf16
-from edgeq.format.manifest import MODALITIES, array_shapes, fused_shapes, rotation_shapes
+from edgeq.format.manifest import (
+    MODALITIES,
+    array_shapes,
+    fused_shapes,
+    patch_contents,
+    policy_input,
+    policy_output,
+    projector_contents,
+    rotation_shapes,
+)
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import Activation, ArrayRef, KvCodec, LinearSpec, LowRank, Transform, Weight
 from edgeq.format.writer import Writer
-from edgeq.network.config import ModelConfig
+from edgeq.network.config import ModelConfig, VisionConfig
+from edgeq.network.image_config import ImageConfig
+from edgeq.network.policy_stack import PolicyStack
 from edgeq.network.rope import Rope, frequencies
 
 FLOATS = ("f32", "f16", "bf16")
@@ -32,7 +43,15 @@ TOKENIZER = json.dumps(
 
 def make(path: Path, seed: int | str, hostile: float = 0.0) -> Metadata:
     """Write the file of a seed.  hostile: how often a number is one that no converter writes, from 0 to 1."""
-    maker = _Maker(path, seed, hostile)
+    return _finished(_Maker(path, seed, hostile))
+
+
+def make_policy(path: Path, seed: int | str) -> Metadata:
+    """Write a policy of a seed: a decoder, what sees for it and what acts for it.  Of the seed are weights and codecs alone."""
+    return _finished(_PolicyMaker(path, seed, 0.0))
+
+
+def _finished(maker: _Maker) -> Metadata:
     metadata = maker.body()
     maker.writer.finish(metadata)
     return metadata
@@ -213,6 +232,10 @@ class _Maker:
             return self.writer.array(self.n.integers(-127, 128, shape).astype(np.int8), "i8")
         return self.writer.array(self.numbers(shape, 0.0, head_dim**-0.5 / 70), dtype)
 
+    def beside(self, c: ModelConfig) -> dict[str, LinearSpec]:
+        """The linear layers of what is beside the decoder."""
+        return {}
+
     def body(self) -> Metadata:
         c, masters = self.config(), self.chance(0.2)
         linears: dict[str, LinearSpec] = {}
@@ -224,6 +247,7 @@ class _Maker:
                 for name, (rows, _) in (whole if expert or self.chance(0.7) else parts).items():
                     alike = f"{style} {name.split('.')[-1]}" if expert else None
                     linears[name] = self.linear(name, rows, columns, False, masters and not expert, alike)
+        linears |= self.beside(c)
         linears["head"] = self.linear("head", c.vocab_size, c.hidden_size, c.tie_word_embeddings, False)
         arrays = {}
         for name, shape in array_shapes(c).items():
@@ -241,3 +265,35 @@ class _Maker:
         mode = self.r.choice(("a16", "a8", "a4"))
         kernels = {f"sm_{80 + i}": self.writer.append([self.r.randbytes(70)]) for i in range(self.r.choice((0, 0, 0, 2)))}
         return Metadata(c, generation, {"method": "fuzz"}, mode, linears, arrays, blobs, cache, kernels)  # type: ignore[arg-type]
+
+
+class _PolicyMaker(_Maker):
+    def config(self) -> ModelConfig:
+        layers: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-5}
+        layers |= {"num_attention_heads": 2, "hidden_act": "gelu_pytorch_tanh"}
+        policy = PolicyStack(
+            **layers, hidden_size=32, intermediate_size=48, rope=Rope(1e4), state_size=9, action_size=5, actions=7, steps=2,
+            min_period=0.01, max_period=4.0,
+        )  # fmt: skip
+        image = ImageConfig(sizing="fixed", height=16, width=16, mean=(0.5,) * 3, std=(0.5,) * 3)
+        vision = VisionConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=16, rms_norm_eps=1e-6, rope=Rope(1e4, "learned"), hidden_act="gelu_pytorch_tanh", layer_norm=True,
+            gated_mlp=False,
+            patch_size=8, out_hidden_size=48, image=image, image_token_id=3, position_rows=4, merge=1, temporal_patch_size=1,
+            project_norm="patch", project_size=0, project_act="none",
+        )  # fmt: skip
+        return ModelConfig(
+            **layers, model_type="pi0", vocab_size=33, hidden_size=48, intermediate_size=64, rope=Rope(1e4),
+            max_position_embeddings=130, tie_word_embeddings=True, bidirectional_prompt=True, vision=vision, policy=policy,
+        )  # fmt: skip
+
+    def beside(self, c: ModelConfig) -> dict[str, LinearSpec]:
+        assert c.vision is not None and c.policy is not None
+        ends = patch_contents(c.vision) | projector_contents(c.vision) | policy_input(c.policy) | policy_output(c.policy)
+        contents = [
+            each for stack in (c.vision, c.policy) for i in range(stack.num_hidden_layers) for each in fused_shapes(stack, i)
+        ]
+        contents += [(name, part) for name, part in ends.items() if isinstance(part, dict)]
+        shapes = {name: (sum(rows for rows, _ in part.values()), next(iter(part.values()))[1]) for name, part in contents}
+        return {name: self.linear(name, rows, columns, False, False) for name, (rows, columns) in shapes.items()}

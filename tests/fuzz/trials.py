@@ -47,6 +47,12 @@ def _metadata(folder: Path) -> Trial:
     return partial(metadata, samples=samples(folder), path=folder / "metadata.edgeq")
 
 
+def _acting(folder: Path) -> Trial:
+    from file_trials import acting, policies
+
+    return partial(acting, samples=policies(folder), path=folder / "acting.edgeq")
+
+
 def _template(folder: Path) -> Trial:
     from text_trials import plain_text, template
 
@@ -63,6 +69,12 @@ def _config(folder: Path) -> Trial:
     from checkpoint_trials import config
 
     return config
+
+
+def _policy(folder: Path) -> Trial:
+    from checkpoint_trials import policy
+
+    return policy
 
 
 def _index(folder: Path) -> Trial:
@@ -143,9 +155,11 @@ def _kill(folder: Path) -> Trial:
 KINDS = {
     "bytes": Kind(_bytes, 1_000_000),
     "metadata": Kind(_metadata, 100_000),
+    "acting": Kind(_acting, 10_000, seconds=20.0, memory=4 << 30),
     "template": Kind(_template, 1000, seconds=5.0, hang=300.0),
     "tokenizer": Kind(_tokenizer, 2000, seconds=12.0, hang=300.0),
     "config": Kind(_config, 100_000),
+    "policy": Kind(_policy, 100_000),
     "index": Kind(_index, 100_000),
     "header": Kind(_header, 100_000),
     "packed": Kind(_packed, 100_000),
