@@ -181,21 +181,34 @@ def xlm_reranker(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+MODERNBERT: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
+    "max_position_embeddings": 192, "norm_eps": 3e-4, "local_attention": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 9000.0},
+    },
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 1,
+}  # fmt: skip
+
+
 def modernbert(folder: Path, **overrides: Any) -> Path:
     """ModernBERT with windows in two of four layers, of WINDOW tokens in all."""
     import transformers
 
-    settings: dict[str, Any] = {
-        "vocab_size": 2048, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
-        "max_position_embeddings": 192, "norm_eps": 3e-4, "local_attention": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
-            "full_attention": {"rope_type": "default", "rope_theta": 9000.0},
-        },
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 1,
-    }  # fmt: skip
-    model = transformers.ModernBertModel(transformers.ModernBertConfig(**settings | overrides))
+    model = transformers.ModernBertModel(transformers.ModernBertConfig(**MODERNBERT | overrides))
     save(randomize(model), folder)
     write_settings(folder, "mean", prompts=PROMPTS, width=96)
+    return folder
+
+
+def modernbert_reranker(folder: Path, **overrides: Any) -> Path:
+    """One label, the mean of all tokens, a bias of the layer before the score."""
+    import transformers
+
+    settings = MODERNBERT | {"num_labels": 1, "classifier_pooling": "mean", "classifier_bias": True} | overrides
+    model = transformers.ModernBertForSequenceClassification(transformers.ModernBertConfig(**settings))
+    save(randomize(model), folder)
+    write_word_pieces(folder, segments=False)
     return folder

@@ -40,6 +40,7 @@ DENSE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
+    "gelu": nn.functional.gelu,
 }
 
 
@@ -99,6 +100,9 @@ def vectors(states: Tensor, config: ModelConfig, tensors: Tensors) -> Tensor:
         bias = torch.from_numpy(tensors.whole(f"dense.{index}.bias")) if layer.bias else None
         x = nn.functional.linear(x, torch.from_numpy(tensors.whole(f"dense.{index}.weight")), bias)
         x = DENSE_ACTIVATIONS[layer.activation](x)
+        if layer.norm:
+            gain = torch.from_numpy(tensors.whole(f"dense.{index}.norm.weight"))
+            x = nn.functional.layer_norm(x, gain.shape, gain, eps=config.rms_norm_eps)
     return x
 
 

@@ -96,7 +96,9 @@ TAP, EXPERT = re.compile(r"^taps\.\d+\."), re.compile(r"^experts\.\d+\.")
 
 def dense_tensor(name: str) -> str:
     """The tensor of an array of `dense_shapes`."""
-    return f"{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}"
+    layer, _, beside = name.partition("_")
+    kinds = {"": "weight", "bias": "bias", "norm": "norm.weight"}
+    return f"{layer}.{kinds[beside]}"
 
 
 def linear_module(part: str) -> str:

@@ -213,13 +213,8 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the dense layers that vectors of texts go through, and of their biases."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    if config.pooling is not None:
-        sizes = config.pooling.shapes(config.hidden_size)
-        for index, (layer, shape) in enumerate(zip(config.pooling.dense, sizes, strict=True)):
-            shapes |= {f"dense.{index}": shape} | ({f"dense.{index}_bias": shape[:1]} if layer.bias else {})
-    return shapes
+    """Name -> shape of the dense layers that vectors of texts go through, of their biases and norms."""
+    return config.pooling.arrays(config.hidden_size) if config.pooling else {}
 
 
 def table_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -10,7 +10,7 @@ from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.json_records import check_flag, check_integer, known, list_of
 
 POOLINGS = ("last", "mean", "cls")
-DENSE_ACTIVATIONS = ("none", "tanh", "sigmoid")
+DENSE_ACTIVATIONS = ("none", "tanh", "sigmoid", "gelu")
 MAX_DENSE, MAX_WIDTH = 8, 131_072
 """Dense layers of a file, and channels of one: published models have two, of 3072."""
 MAX_CHARACTERS = 1 << 17
@@ -19,18 +19,28 @@ MAX_CHARACTERS = 1 << 17
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """activation(W x + bias) of a vector; `width`: channels of the result."""
+    """activation(W x + bias) of a vector.
+
+    width   channels of the result
+    norm    that goes through a LayerNorm without bias, with the epsilon of the model's norms
+    """
 
     width: int
     bias: bool = False
     activation: str = "none"
+    norm: bool = False
 
     def __post_init__(self) -> None:
         check_integer("dense width", self.width, 1, MAX_WIDTH)
         check_flag("dense bias", self.bias)
+        check_flag("dense norm", self.norm)
         if self.activation not in DENSE_ACTIVATIONS:
             found, able = str(self.activation)[:40], ", ".join(DENSE_ACTIVATIONS)
             raise UnsupportedError(f"activation {found!r} of a dense layer is not supported; supported: {able}")
+
+    def record(self) -> dict[str, Any]:
+        """What JSON holds of it: a norm only where it has one."""
+        return {key: value for key, value in asdict(self).items() if value or key != "norm"}
 
 
 @dataclass(frozen=True)
@@ -63,13 +73,22 @@ class Pooling:
         widths = [hidden_size, *(layer.width for layer in self.dense)]
         return list(zip(widths[1:], widths[:-1], strict=True))
 
+    def arrays(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the dense layers, of their biases and norms."""
+        found: dict[str, tuple[int, ...]] = {}
+        for index, (layer, shape) in enumerate(zip(self.dense, self.shapes(hidden_size), strict=True)):
+            found[f"dense.{index}"] = shape
+            found |= {f"dense.{index}_{name}": shape[:1] for name in ("bias", "norm") if getattr(layer, name)}
+        return found
+
     def vector_size(self, hidden_size: int) -> int:
         """Channels of a vector."""
         return self.dense[-1].width if self.dense else hidden_size
 
     def record(self) -> dict[str, Any]:
         """What JSON holds of it: dense layers, and that it ranks, only where that is so."""
-        return {key: value for key, value in asdict(self).items() if value or key not in ("dense", "ranks")}
+        found = asdict(self) | {"dense": [layer.record() for layer in self.dense]}
+        return {key: value for key, value in found.items() if value or key not in ("dense", "ranks")}
 
     @classmethod
     def read(cls, data: Any, where: str) -> Pooling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -117,7 +118,25 @@ def sigmoid(x: Vectors) -> Vectors:
     return np.asarray(np.where(x >= 0, 1, small) / (1 + small), np.float32)
 
 
-ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {"none": lambda x: x, "tanh": np.tanh, "sigmoid": sigmoid}
+def gelu(x: Vectors) -> Vectors:
+    """x times the share of a standard normal distribution that is below it."""
+    below = [0.5 * (1 + math.erf(float(v) / math.sqrt(2))) for v in x]
+    return x * np.array(below, np.float32)
+
+
+def layer_norm(x: Vectors, gain: Vectors, eps: float) -> Vectors:
+    """LayerNorm of a vector, without a bias."""
+    # Squares of large values overflow a float32.
+    centered = x.astype(np.float64) - x.mean(dtype=np.float64)
+    return np.asarray(centered / np.sqrt(np.square(centered).mean() + eps), np.float32) * gain
+
+
+ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
+    "none": lambda x: x,
+    "tanh": np.tanh,
+    "sigmoid": sigmoid,
+    "gelu": gelu,
+}
 """Those of dense layers."""
 
 
@@ -141,6 +160,7 @@ class DenseHead:
             x = self._arrays[f"dense.{index}"] @ x
             x = x + self._arrays[f"dense.{index}_bias"] if layer.bias else x
             x = ACTIVATIONS[layer.activation](x)
+            x = layer_norm(x, self._arrays[f"dense.{index}_norm"], self._config.rms_norm_eps) if layer.norm else x
         if not np.isfinite(x).all():
             raise FormatError(NOT_FINITE.replace("logits", "states"))
         return finished(x, self._pooling, dimensions)

@@ -287,6 +287,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "activation 'relu' of a dense layer",
     ),
+    "a norm of a dense layer as a number": (
+        {"pooling": {"kind": "last", "normalize": True, "dense": [{"width": 5, "norm": 1}]}},
+        FormatError,
+        "dense norm is 1; expected true or false",
+    ),
     "a pooling that is a list": ({"pooling": {"kind": ["last"], "normalize": True}}, UnsupportedError, "is not supported"),
     "a pooling that is huge": ({"pooling": {"kind": "x" * 9999, "normalize": True}}, UnsupportedError, "pooling 'x{40}'"),
     "a number to normalize": ({"pooling": {"kind": "last", "normalize": 1}}, FormatError, "pooling normalize is 1"),

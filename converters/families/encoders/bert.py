@@ -17,10 +17,12 @@ from edgeq.converters.families.family import (
     POSITIONS,
     FamilyDescription,
     Values,
+    dense_tensor,
     linear_module,
     nothing_unused,
 )
 from edgeq.errors import FormatError, UnsupportedError
+from edgeq.format.manifest import dense_shapes
 from edgeq.network.config import ModelConfig
 from edgeq.network.pooling import DenseLayer, Pooling
 from edgeq.network.rope import Rope
@@ -149,9 +151,9 @@ def of_roberta_reranker(values: Values) -> FamilyDescription:
     )
 
 
-def score_layers(values: Values) -> tuple[DenseLayer, DenseLayer]:
-    """The head of a reranker: a layer with a tanh, and one that gives the score, in the range in which sentence-transformers
-    gives it: 0 to 1, unless the checkpoint says otherwise."""
+def score_layer(values: Values, bias: bool = True) -> DenseLayer:
+    """The last layer of a reranker, which gives the score in the range in which sentence-transformers gives it: 0 to 1, unless
+    the checkpoint says otherwise."""
     labels = values.get("id2label")
     if not isinstance(labels, dict) or len(labels) != 1:
         found = len(labels) if isinstance(labels, dict) else 2
@@ -162,21 +164,23 @@ def score_layers(values: Values) -> tuple[DenseLayer, DenseLayer]:
     kinds = {f"{MODULE}activation.Sigmoid": "sigmoid", f"{MODULE}linear.Identity": "none"}
     if not isinstance(said, str) or said not in kinds:
         raise UnsupportedError(f"the score goes through {str(said)[:80]!r}; supported: {', '.join(kinds)}")
-    return DenseLayer(values["hidden_size"], True, "tanh"), DenseLayer(1, True, kinds[said])
+    return DenseLayer(1, bias, kinds[said])
 
 
 def bert_scores(values: Values) -> Pooling:
-    return Pooling("cls", False, score_layers(values), ranks=True)
+    layers = DenseLayer(values["hidden_size"], True, "tanh"), score_layer(values)
+    return Pooling("cls", False, layers, ranks=True)
 
 
-def reranker_sources(config: ModelConfig, names: tuple[str, str]) -> Sources:
-    """`names`: of the two layers of the head in the checkpoint."""
-    sizes = config.pooling.shapes(config.hidden_size) if config.pooling and config.pooling.ranks else []
-    return {
-        f"dense.{index}.{kind}": _same(f"{name}.{kind}", shape if kind == "weight" else shape[:1])
-        for index, (name, shape) in enumerate(zip(names, sizes, strict=False))
-        for kind in ("weight", "bias")
-    }
+def reranker_sources(config: ModelConfig, names: tuple[str, str], norm: str = "") -> Sources:
+    """`names`: of the two layers of the head in the checkpoint;  `norm`: of that between them."""
+    sources = {}
+    for name, shape in dense_shapes(config).items():
+        ours = dense_tensor(name)
+        index, kind = int(ours.split(".")[1]), ours.split(".", 2)[2]
+        theirs = f"{names[index]}.{kind}" if kind in ("weight", "bias") else f"{norm}.weight"
+        sources[ours] = _same(theirs, shape)
+    return sources
 
 
 def segments_of(values: Values) -> int:

@@ -5,14 +5,17 @@ The first layer has no norm before its attention: that of the embedding is taken
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
+from edgeq.converters.families.encoders.bert import reranker_sources, score_layer
 from edgeq.converters.families.family import EMBEDDING, NORM, FamilyDescription, Values
 from edgeq.converters.families.positions import rope_of, typed_windows
 from edgeq.converters.families.rearranged import Sources, norms_without_biases
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
+from edgeq.network.pooling import DenseLayer, Pooling
 
 KINDS = {"full_attention", "sliding_attention"}
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -75,6 +78,21 @@ def modernbert_sources(config: ModelConfig) -> Sources:
     return sources
 
 
+def modernbert_scores(values: Values) -> Pooling:
+    """A layer with a GELU and a norm reads the state of the first token, or the mean of all."""
+    kind, bias = values["classifier_pooling"], values["classifier_bias"]
+    if kind not in ("cls", "mean"):
+        raise UnsupportedError(f"classifier_pooling is {kind!r:.40}; supported: cls, mean")
+    if type(bias) is not bool:
+        raise FormatError(f"classifier_bias is {bias!r:.40}; expected true or false")
+    layers = DenseLayer(values["hidden_size"], bias, "gelu", norm=True), score_layer(values)
+    return Pooling(kind, False, layers, ranks=True)
+
+
+def reranking_sources(config: ModelConfig) -> Sources:
+    return modernbert_sources(config) | reranker_sources(config, ("head.dense", "classifier"), "head.norm")
+
+
 MODERNBERT = FamilyDescription(
     "ModernBertModel",
     {
@@ -107,3 +125,12 @@ MODERNBERT = FamilyDescription(
     renamed={"model.": ""},
     headless=True,
 )
+MODERNBERT_RERANKER = replace(
+    MODERNBERT,
+    architecture="ModernBertForSequenceClassification",
+    defaults={**MODERNBERT.defaults, "classifier_pooling": "cls", "classifier_bias": False},
+    neutral={**MODERNBERT.neutral, "classifier_activation": (None, "gelu")},
+    sources=reranking_sources,
+    scores=modernbert_scores,
+)
+MODERNBERT_FAMILIES = (MODERNBERT, MODERNBERT_RERANKER)

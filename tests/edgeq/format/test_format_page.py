@@ -139,7 +139,7 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
     attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
-    pooled = replace(untied, pooling=pooling.Pooling("mean", True, (pooling.DenseLayer(8, bias=True),)))
+    pooled = replace(untied, pooling=pooling.Pooling("mean", True, (pooling.DenseLayer(8, bias=True, norm=True),)))
     for each in (
         PLAIN,
         untied,

@@ -13,16 +13,21 @@ import pytest
 
 from edgeq.converters.convert import convert
 from edgeq.converters.families import recognise
+from edgeq.converters.families.encoders.bert import MODULE
 from edgeq.converters.planning.options import ConvertOptions
-from edgeq.errors import InputError, UnsupportedError
+from edgeq.errors import CheckpointError, InputError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.network.pooling import DenseLayer, Pooling
 from edgeq.runtime import Batch, Model
 from edgeq.runtime.network.embedding import RankedDocument, ranked, sigmoid
 from edgeq.targets.reference import attention as reference_attention
-from tests.encoder_checkpoints import bert_reranker, xlm_reranker
+from tests.encoder_checkpoints import bert_reranker, modernbert_reranker, xlm_reranker
 
-MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert_reranker, "xlm_roberta": xlm_reranker}
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "bert": bert_reranker,
+    "xlm_roberta": xlm_reranker,
+    "modernbert": modernbert_reranker,
+}
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Paris.", "The capital of France is Paris, and was so before.", "Bananas are yellow", "x" * 60, "?"]
 TARGETS = ("reference", "cpu")
@@ -32,21 +37,22 @@ def loaded(path: Path, target: str = "cpu", **options: Any) -> Model:
     return Model.load(path, target=target, threads=1, threads_prefill=1, **options)
 
 
-def expected(folder: Path, family: str, **changes: Any) -> list[float]:
-    """Scores by transformers; `changes` of what its tokenizer gives show what another reading would."""
+def expected(folder: Path, family: str, config: Any = None, **changes: Any) -> list[float]:
+    """Scores by transformers; other `config` keys, or `changes` of what its tokenizer gives, show what else they would be."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    kind = AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **config or {})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for document in DOCUMENTS:
         given = {**tokenizer(QUERY, document, return_tensors="pt"), **changes}
-        if family == "xlm_roberta" or given.get("token_type_ids", 0) is None:
+        if family != "bert" or given.get("token_type_ids", 0) is None:
             given.pop("token_type_ids", None)
         with torch.no_grad():
             found.append(float(model(**given).logits[0, 0]))
-    return [float(x) for x in sigmoid(np.array(found))] if family == "xlm_roberta" else found
+    return [float(x) for x in sigmoid(np.array(found))] if family != "bert" else found
 
 
 def scores(model: Model) -> list[float]:
@@ -79,6 +85,21 @@ def test_the_second_text_has_a_segment_of_its_own(source: Any, path: Any) -> Non
         assert not np.allclose(found, expected(source("bert"), "bert", token_type_ids=None), atol=2e-2)
         ((tokens, second),) = model.text.encode_pairs([("a", "b")])
         assert tokens == [2, 5, 3, 6, 3] and second == 3
+
+
+def test_the_head_of_modernbert(source: Any, path: Any) -> None:
+    """What the published reranker says, and another pooling, which gives other scores."""
+    layers = DenseLayer(96, True, "gelu", norm=True), DenseLayer(1, True, "sigmoid")
+    file = ModelFile.open(path("modernbert", method="none"))
+    assert file.metadata.config.pooling == Pooling("mean", False, layers, ranks=True)
+    assert file.metadata.arrays["dense.0_norm"].shape == (96,)
+    published = json.loads((source("modernbert") / "config.json").read_text())
+    del published["classifier_bias"], published["classifier_pooling"]
+    layers = DenseLayer(96, False, "gelu", norm=True), DenseLayer(1, True, "sigmoid")
+    assert recognise(published)[1].pooling == Pooling("cls", False, layers, ranks=True)
+    with loaded(path("modernbert", method="none")) as model:
+        for changes in ({"classifier_pooling": "cls"}, {"classifier_activation": "relu"}):
+            assert not np.allclose(scores(model), expected(source("modernbert"), "modernbert", changes), atol=4e-3)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -126,16 +147,22 @@ def test_a_reranker_does_nothing_else(path: Any, tiny_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({"id2label": {"0": "a", "1": "b"}}, "id2label has 2 labels; supported: rerankers, which have one"),
-        ({"id2label": None}, "id2label has 2 labels"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "the score goes through 'torch"),
+        ("bert", {"id2label": {"0": "a", "1": "b"}}, "id2label has 2 labels; supported: rerankers, which have one"),
+        ("bert", {"id2label": None}, "id2label has 2 labels"),
+        ("bert", {"sentence_transformers": {"activation_fn": f"{MODULE}activation.Tanh"}}, "the score goes through 'torch"),
+        ("modernbert", {"id2label": None}, "id2label has 2 labels"),
+        ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling is 'max'; supported: cls, mean"),
+        ("modernbert", {"classifier_pooling": ["cls"]}, r"classifier_pooling is \['cls'\]; supported: cls, mean"),
+        ("modernbert", {"classifier_activation": "relu"}, "classifier_activation is 'relu'"),
+        ("modernbert", {"classifier_bias": 1}, "classifier_bias is 1; expected true or false"),
+        ("modernbert", {"norm_bias": True}, "norm_bias is True"),
     ],
 )
-def test_what_a_reranker_cannot_have_is_refused_by_key(changes: Any, message: str, source: Any) -> None:
-    config = json.loads((source("bert") / "config.json").read_text())
-    with pytest.raises(UnsupportedError, match=message):
+def test_what_a_reranker_cannot_have_is_refused_by_key(family: str, changes: Any, message: str, source: Any) -> None:
+    config = json.loads((source(family) / "config.json").read_text())
+    with pytest.raises((UnsupportedError, CheckpointError), match=message):
         recognise({**config, **changes})
     with pytest.raises(UnsupportedError, match="gives a score and no vector; leave --pooling"):
         recognise(config, pooling=Pooling("cls", True))
