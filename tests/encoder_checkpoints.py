@@ -212,3 +212,39 @@ def modernbert_reranker(folder: Path, **overrides: Any) -> Path:
     save(randomize(model), folder)
     write_word_pieces(folder, segments=False)
     return folder
+
+
+def qwen3_reranker(folder: Path, scored: bool = False, **overrides: Any) -> Path:
+    """A causal Qwen3 whose tokenizer has "yes", "no" and the control tokens of its prompt; `scored`: as it is converted to one
+    that gives a score, which is the same: its row is that of "yes" less that of "no" in the head."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": 2048, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024, "rms_norm_eps": 3e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    # The last word is made of others by the last rule.
+    words["yes"] = words.pop("\u0120*,")
+    tokenizer["model"]["merges"].pop()
+    for name, word in (("<|im_start|>", "<|begin|>"), ("<|im_end|>", "<|end|>")):
+        words[name] = words.pop(word)
+        next(each for each in tokenizer["added_tokens"] if each["content"] == word)["content"] = name
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings | overrides))
+    model = randomize(model, seed=7)
+    if model.config.tie_word_embeddings:
+        # Logits of rows as large as those of an embedding are far apart, and all scores 0 or 1.
+        model.lm_head.weight.data[[words["yes"], words["no"]]] *= 0.1
+    if scored:
+        head, states = model.lm_head.weight, model.model.state_dict()
+        config = transformers.Qwen3Config(**settings | overrides | {"num_labels": 1})
+        model = transformers.Qwen3ForSequenceClassification(config).eval()
+        model.model.load_state_dict(states)
+        model.score.weight.data = (head[words["yes"]] - head[words["no"]])[None].detach().clone()
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder

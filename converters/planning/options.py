@@ -17,11 +17,13 @@ HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
 NOT_RECORDED = ("open_method", "calibration", "merge_lora", "tokenizer", "mmproj", "device", "restart", "force", "token",
                 "offline")  # fmt: skip
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "open_method", "pooling", "merge_lora", "tokenizer", "mmproj", "device", "revision", "restart",
-                "force", "token", "offline")  # fmt: skip
+EVERY_METHOD = ("method", "open_method", "pooling", "rerank", "merge_lora", "tokenizer", "mmproj", "device", "revision",
+                "restart", "force", "token", "offline")  # fmt: skip
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "trellis", "scale_bits", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
+RANKINGS = ("qwen3",)
+"""Whose prompt a decoder that ranks reads."""
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 """Where calibration text can run."""
 MAX_RANK = 256
@@ -46,6 +48,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "rotate": ("--rotate/--no-rotate", (True, False)),
     "device": ("--device", COMPUTERS),
     "pooling": ("--pooling", POOLINGS),
+    "rerank": ("--rerank", RANKINGS),
     "vision_bits": ("--vision-bits W", (*range(2, 9), 16)),
     "vision_activation_bits": ("--vision-bits W/A", (8, 16)),
 }
@@ -100,6 +103,7 @@ class ConvertOptions:
     budget            what the allocation may take; the codec of every part is then chosen by measurement
     allocation        part (edgeq.converters.budget.parts) -> name of its codec, instead of one codec for all
     pooling           "last", "mean" or "cls": the checkpoint embeds texts so, where it does not say that itself
+    rerank            "qwen3": the checkpoint is a decoder that ranks documents, which it reads in this model's prompt
     merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
     tokenizer         folder whose tokenizer.json is taken in place of the one that a GGUF file describes
     mmproj            GGUF file of the vision tower of one
@@ -141,6 +145,7 @@ class ConvertOptions:
     budget: Budget | None = None
     allocation: Mapping[str, str] | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
+    rerank: Literal["qwen3"] | None = None
     merge_lora: Path | None = None
     tokenizer: Path | None = None
     mmproj: Path | None = None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from edgeq.converters.checkpoint.source import CheckpointSource
 from edgeq.converters.checkpoint.tokenizer import TextAssets, read_text
 from edgeq.converters.families import Family
 from edgeq.converters.families.network import described, open_tensors
+from edgeq.converters.families.ranking import PROMPTS, answering, answering_pooling, check_ranking
 from edgeq.converters.importers import open_source
 from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS, TOWERS, chosen
@@ -68,15 +69,15 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     UnsupportedError: the model has something this version does not run, by key.  CheckpointError: files missing or damaged.
     InputError: the calibration text.
     """
-    embeds = embedding_settings(source, options.pooling)
-    family, config = described(source, embeds.pooling if embeds else None)
+    family, config, prompts = _described(source, options)
     for rope, size in {(config.layer_rope(i), config.heads_of(i).head_dim) for i in range(config.num_hidden_layers)}:
         if rope is not None:
             # Refuses what could not be run.
             frequencies(rope, size)
-    prompts = embeds.prompts if embeds else {} if config.pooling else None
     pairs, template = config.pooling is not None and config.pooling.ranks, family.description.template
-    text = read_text(source, config.vocab_size, prompts, pairs=pairs, template=template)
+    text = read_text(source, config.vocab_size, prompts, pairs=pairs and not options.rerank, template=template)
+    if options.rerank:
+        family = answering(family, text, source.config)
     if options.open_method and source.quantized and not options.of_method():
         options = replace(options, method=AsStored.name)
     # Checked against the parts of the model when they are known.
@@ -94,6 +95,22 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     if allocation is not None:
         plan = plan.with_options(replace(options, allocation=checked(allocation, plan.parts())))
     return replace(plan, compute=_compute(plan))
+
+
+def _described(source: CheckpointSource, options: ConvertOptions) -> tuple[Family, ModelConfig, dict[str, object] | None]:
+    """The family and the network, and `generation` entries of its prompts; None: it continues texts.
+
+    Errors: as `planned`.
+    """
+    check_ranking(source.config, options.rerank, str(source.place))
+    if options.rerank:
+        if options.pooling:
+            raise InputError(f"--pooling {options.pooling}: a model that ranks documents gives no vectors; leave it out")
+        family, config = described(source, answering_pooling(source.config))
+        return family, config, {"ranking_prompt": asdict(PROMPTS[options.rerank])}
+    embeds = embedding_settings(source, options.pooling)
+    family, config = described(source, embeds.pooling if embeds else None)
+    return family, config, embeds.prompts if embeds else {} if config.pooling else None
 
 
 def _check_layers(method: str, options: ConvertOptions, config: ModelConfig) -> None:

@@ -331,8 +331,8 @@ class ModelConfig(Stack):
             raise UnsupportedError("pooling beside a vision tower is not supported")
         if self.bidirectional and self.pooling is None:
             raise UnsupportedError("bidirectional without pooling is not supported: what sees the end of a text embeds it")
-        if self.pooling is not None and self.pooling.ranks and not self.bidirectional:
-            raise UnsupportedError("pooling that ranks without bidirectional is not supported")
+        if self.pooling is not None and self.pooling.ranks and not self.bidirectional and self.pooling.kind != "last":
+            raise UnsupportedError("pooling that ranks without bidirectional is supported with kind 'last'")
         if self.pooling is not None and self.pooling.kind == "cls" and not self.bidirectional:
             raise FormatError("config pooling is cls without bidirectional: the first token sees nothing of a text")
         if self.bidirectional_prompt and (self.pooling or self.state_layers or self.draft_layers or not self.alike):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -119,3 +120,43 @@ class EmbeddingPrompts:
         if default is not None and (not isinstance(default, str) or default not in texts):
             raise FormatError(f"the default prompt is {str(default)[:40]!r}; there are {', '.join(texts)[:200] or 'none'}")
         return cls(texts, default)
+
+
+PLACES = ("instruction", "query", "document")
+"""What a prompt of a model that ranks has a place for, each once."""
+
+
+@dataclass(frozen=True)
+class RankingPrompt:
+    """What a decoder that ranks reads: `before`, then `pair`, then `after`.
+
+    before, after   control tokens that they spell are control tokens
+    pair            has {instruction}, {query} and {document}, each once; what it spells is text
+    instruction     where none is given
+    """
+
+    before: str
+    pair: str
+    after: str
+    instruction: str
+
+    def __post_init__(self) -> None:
+        texts = asdict(self)
+        if any(not isinstance(text, str) for text in texts.values()):
+            raise FormatError("the prompt of a model that ranks has something that is not text")
+        if (found := sum(map(len, texts.values()))) > MAX_CHARACTERS:
+            raise FormatError(f"the prompt of a model that ranks has {found} characters; at most {MAX_CHARACTERS} are possible")
+        for place in PLACES:
+            if self.pair.count(f"{{{place}}}") != 1:
+                raise FormatError(f"the prompt of a model that ranks has not one {{{place}}}")
+
+    @classmethod
+    def of(cls, generation: Mapping[str, Any]) -> RankingPrompt | None:
+        """That of a file; None: pairs of texts are joined by the tokenizer.  FormatError: it is not what a converter writes."""
+        found = generation.get("ranking_prompt")
+        return None if found is None else cls(**known(cls, found, "the prompt of a model that ranks"))
+
+    def filled(self, query: str, document: str, instruction: str | None = None) -> str:
+        """`pair` with what it has places for, which is not looked at for places again."""
+        texts = dict(zip(PLACES, (self.instruction if instruction is None else instruction, query, document), strict=True))
+        return re.sub("{(" + "|".join(PLACES) + ")}", lambda place: texts[place[1]], self.pair)

@@ -15,7 +15,7 @@ from edgeq.errors import FormatError, InputError
 from edgeq.format.codec import as_float32
 from edgeq.format.container import ModelFile
 from edgeq.format.manifest import dense_shapes
-from edgeq.network.pooling import EmbeddingPrompts, Pooling
+from edgeq.network.pooling import EmbeddingPrompts, Pooling, RankingPrompt
 from edgeq.pictures.prompt import Prompt
 from edgeq.runtime.arguments import callback, instance, integer, token_ids, wrong
 from edgeq.runtime.network.pooler import EmbeddingRead, Pooler
@@ -226,27 +226,43 @@ class Embedder:
         instruction = instruction_of(self._file, prompt)
         return self.read([Prompt(self.tokens(text, instruction)) for text in given], dimensions, on_progress)
 
-    def pairs(self, query: str, documents: Sequence[str]) -> list[Prompt]:
-        """A query with each of the documents.  InputError: not texts, or an empty one."""
+    def pairs(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Prompt]:
+        """A query with each of the documents.
+
+        InputError: not texts, or an empty one, or an instruction for a model that reads none.
+        """
         for name, texts in (("query", [query]), ("documents", documents)):
             if isinstance(texts, (str, bytes, bytearray)) or not isinstance(texts, Sequence):
                 raise wrong(name, texts, "a list of strings")
-            for text in texts:
-                if not isinstance(text, str):
-                    raise wrong(name, text, "a string" if name == "query" else "strings")
-                if not text:
+            for each in texts:
+                if not isinstance(each, str):
+                    raise wrong(name, each, "a string" if name == "query" else "strings")
+                if not each:
                     raise InputError(f"`{name}` has an empty text; give at least one character")
-        encoded = self._text().encode_pairs([(query, document) for document in documents])
+        instance("instruction", instruction, (str, type(None)), "a string, or None")
+        prompt, text = RankingPrompt.of(self._file.metadata.generation), self._text()
+        if prompt is not None:
+            before, after = text.encode_part(prompt.before), text.encode_part(prompt.after)
+            filled = [prompt.filled(query, document, instruction) for document in documents]
+            return [Prompt([*before, *text.encode_plain(each), *after]) for each in filled]
+        if instruction is not None:
+            raise InputError(f"{self._file.path}: this model reads no instruction; leave it out")
+        encoded = text.encode_pairs([(query, document) for document in documents])
         return [Prompt(tokens, second=second) for tokens, second in encoded]
 
     def rerank(
-        self, query: str, documents: Sequence[str], top_n: int | None, on_progress: OnPrompt | None
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None,
+        instruction: str | None,
+        on_progress: OnPrompt | None,
     ) -> list[RankedDocument]:
         callback("on_progress", on_progress)
         check_ranks(self._file)
         if top_n is not None:
             integer("top_n", top_n, 1, 1 << 62, "how many of the best documents are given, or None")
-        scores = self.read(self.pairs(query, documents), None, on_progress)[:, 0].tolist()
+        scores = self.read(self.pairs(query, documents, instruction), None, on_progress)[:, 0].tolist()
         return ranked(scores, top_n)
 
     def read(self, read: Sequence[Prompt], dimensions: int | None, on_progress: OnPrompt | None) -> Vectors:

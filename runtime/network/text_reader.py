@@ -62,17 +62,25 @@ class TextReader(Protocol):
         return self.embedder.embed(texts, dimensions, prompt, on_progress)
 
     def rerank(
-        self, query: str, documents: Sequence[str], *, top_n: int | None = None, on_progress: OnPrompt | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        on_progress: OnPrompt | None = None,
     ) -> list[RankedDocument]:
         """The documents, the one that answers the query best first: (index, relevance_score) of each.
 
         top_n       keep so many, the best; None: all
+        instruction  what the documents are ranked by, of a decoder that ranks; None: that of the file
         on_progress  called after each run with (tokens done, total tokens)
 
         A score is as the model was trained to give it, most from 0 to 1.  It does not depend on the other documents.
-        InputError: the model is no reranker, a text is empty, or a query and a document together are longer than the context.
+        InputError: the model is no reranker or reads no instruction, a text is empty, or a query and a document together are
+        longer than the context.
         """
-        return self.embedder.rerank(query, documents, top_n, on_progress)
+        return self.embedder.rerank(query, documents, top_n, instruction, on_progress)
 
     def act(
         self,

@@ -14,7 +14,7 @@ from edgeq.runtime import Model
 from tests.cli.refusal import refused
 from tests.cli.running import Run, objects
 from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
-from tests.encoder_checkpoints import bert_reranker
+from tests.encoder_checkpoints import bert_reranker, qwen3_reranker
 
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Bananas are yellow.", "Paris is the capital.", "tab\there"]
@@ -170,6 +170,19 @@ def test_a_line_for_every_document_the_best_first(edgeq: Run, ranks: Path, tmp_p
     assert found["results"] == results and found["documents"] == 3 and found["tokens"] > 3
     found = objects(edgeq("rerank", ranks, "-q", QUERY, "--json", input="\n".join(DOCUMENTS)))
     assert [each["index"] for each in found["results"]] == [i for i, _ in wanted]
+
+
+def test_a_decoder_ranks_by_an_instruction(edgeq: Run, ranks: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.edgeq"
+    assert edgeq("convert", qwen3_reranker(tmp_path / "source"), "-o", out, "--rerank", "qwen3", "--bits", 8).exit_code == 0
+    with Model.load(out) as model:
+        wanted = {text: model.rerank(QUERY, DOCUMENTS, instruction=text) for text in (None, "find what is yellow")}
+    for text, best in wanted.items():
+        given = ("--instruction", text) if text else ()
+        shown = edgeq("rerank", out, "-q", QUERY, *given, *DOCUMENTS).stdout.splitlines()
+        assert [line.split("\t")[:2] for line in shown] == [[f"{score:.6f}", str(i)] for i, score in best]
+    assert wanted[None] != wanted["find what is yellow"]
+    refused(edgeq("rerank", ranks, "-q", QUERY, "a", "--instruction", "b"), "reads no instruction")
 
 
 @pytest.mark.parametrize(

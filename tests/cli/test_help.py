@@ -9,6 +9,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from edgeq import targets
+from edgeq.converters.families.ranking import PROMPTS
 from edgeq.converters.methods import METHODS
 from edgeq.converters.planning.options import CHOICES
 from edgeq.format import records
@@ -73,6 +74,7 @@ def test_values_of_options_are_those_of_the_library_and_a_shell_completes_them()
     assert tuple(METHODS) == convert_options.METHODS
     assert CHOICES["dtype"][1] == convert_options.TYPES and CHOICES["master"][1] == convert_options.MASTERS
     assert CHOICES["activations"][1] == convert_options.ACTIVATIONS
+    assert CHOICES["rerank"][1] == convert_options.RANKINGS == tuple(PROMPTS)
     for words, expected in (
         (["run", "x", "--mode"], ["a16", "a8", "a4"]),
         (["chat", "x", "--kv"], ["file", "f16", "int8", "int4"]),

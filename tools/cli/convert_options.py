@@ -21,6 +21,7 @@ METHODS = (
 TYPES = ("f32", "f16", "bf16")
 MASTERS = ("i8", "bf16")
 ACTIVATIONS = ("block", "token", "static", "modality")
+RANKINGS = ("qwen3",)
 COMPUTERS = ("auto", "cpu", "cuda", "mps")
 
 output = section("Output")
@@ -69,6 +70,12 @@ CONVERT_OPTIONS = decorated(
         type=OneOf(*POOLINGS),
         help="SRC is an embedding model: the vector of a text is the state of its last token, the mean of all, or, where "
         "tokens see both ways, the state of the first (cls).  [default: what modules.json of sentence-transformers says]",
+    ),
+    quantization(
+        "--rerank",
+        type=OneOf(*RANKINGS),
+        help="SRC is a decoder that ranks documents, as Qwen3-Reranker does: by whether it would answer yes or no, in the "
+        "prompt of that model.",
     ),
     quantization(
         "--method",

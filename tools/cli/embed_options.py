@@ -44,6 +44,11 @@ EMBED_OPTIONS = decorated(
 @click.argument("documents", metavar="DOC...", nargs=-1)
 @text("-q", "--query", metavar="TEXT", required=True, help="What the documents are to answer.")
 @text(
+    "--instruction",
+    metavar="TEXT",
+    help="What a decoder such as Qwen3-Reranker ranks by.  [default: that of the file; others read none]",
+)
+@text(
     "--file",
     metavar="FILE",
     type=click.Path(path_type=Path),

@@ -13,6 +13,7 @@ import click
 
 from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
+from edgeq.network.pooling import RankingPrompt
 from edgeq.runtime.network.embedding import check_dimensions, check_embeds, check_ranks, instruction_of
 from edgeq.runtime.network.policy import check_acts
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
@@ -86,12 +87,14 @@ def rerank(
     documents: tuple[str, ...],
     file: Path | None,
     top_n: int | None,
+    instruction: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """A line for every document, the best first, or one JSON object; the speed on standard error.
 
-    InputError: the model is no reranker, no document, a file that cannot be read, or an option out of range.
+    InputError: the model is no reranker or reads no instruction, no document, a file that cannot be read, or an option out of
+    range.
     """
     opened = ModelFile.open(model)
     check_ranks(opened)
@@ -99,7 +102,9 @@ def rerank(
     if not given:
         raise InputError("there is no document: give DOC..., --file FILE, or lines on standard input")
     if options["context"] is None:
-        options["context"] = context_for(opened, asked, given)
+        prompt = RankingPrompt.of(opened.metadata.generation)
+        beside = f"{prompt.before}{prompt.filled(asked, '', instruction)}{prompt.after}" if prompt else asked
+        options["context"] = context_for(opened, beside, given)
     loaded, started, tokens = load(model, None, options | UNUSED, embeds=True), perf_counter(), 0
     with progress() as report:
 
@@ -108,7 +113,7 @@ def rerank(
             tokens = total
             report(len(given) * done / total, len(given), "documents")
 
-        found = loaded.rerank(asked, given, top_n=top_n, on_progress=ran)
+        found = loaded.rerank(asked, given, top_n=top_n, instruction=instruction, on_progress=ran)
     seconds = perf_counter() - started
     if as_json:
         results = [{"index": index, "relevance_score": score, "document": {"text": given[index]}} for index, score in found]

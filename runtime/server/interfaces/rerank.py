@@ -26,13 +26,15 @@ class Document(Struct):
 
 
 class Rerank(Struct, kw_only=True):
-    """`top_n`: how many of the best are given;  `return_documents`: with their texts."""
+    """`top_n`: how many of the best are given;  `return_documents`: with their texts;  `instruction`: what a decoder ranks by,
+    None: that of the file."""
 
     query: LongText
     documents: Annotated[list[LongText | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
     model: Annotated[str, Meta(max_length=256)] | None = None
     top_n: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     return_documents: bool | None = None
+    instruction: LongText | None = None
 
 
 def refuse_rankings(model: Model) -> None:
@@ -50,12 +52,13 @@ class Ranking:
         """ApiError: what is asked for cannot be had."""
         self._head, self._top_n = model.embedder.head, fields.top_n
         documents = [each if isinstance(each, str) else each.text for each in fields.documents]
-        for name, text in (("query", fields.query), *(("documents", each) for each in documents)):
+        instruction = [] if fields.instruction is None else [("instruction", fields.instruction)]
+        for name, text in (("query", fields.query), *instruction, *(("documents", each) for each in documents)):
             check_characters(model, len(text), name)
         try:
-            prompts = model.embedder.pairs(fields.query, documents)
+            prompts = model.embedder.pairs(fields.query, documents, fields.instruction)
         except InputError as error:
-            empty = "documents" if fields.query else "query"
+            empty = "query" if not fields.query else "documents" if "" in documents else "instruction"
             raise ApiError(400, "invalid_value", str(error).replace("`", ""), empty) from None
         self.jobs, self.tokens = list[Job](), sum(len(prompt.tokens) for prompt in prompts)
         for index, prompt in enumerate(prompts):

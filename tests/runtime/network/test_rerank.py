@@ -129,6 +129,7 @@ def test_the_order_of_equals_is_theirs() -> None:
         ("a", [5], {}, "`documents` is 5"),
         ("a", ["b"], {"top_n": 0}, "`top_n` is 0"),
         ("a", ["b " * 200], {}, "tokens, the context 192 positions"),
+        ("a", ["b"], {"instruction": "find"}, "this model reads no instruction; leave it out"),
         ("a", ["b"], {"on_progress": 5}, "`on_progress` is 5"),
     ],
 )

@@ -59,6 +59,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "a number": ({"query": "a", "documents": [5]}, "invalid_value", "documents", "Expected"),
     "an object without text": ({"query": "a", "documents": [{"url": "b"}]}, "missing_field", "documents", "text"),
     "too many": ({"query": "a", "documents": ["b"] * 2049}, "invalid_value", "documents", "2048"),
+    "an instruction": (
+        {"query": "a", "documents": ["b"], "instruction": "find"},
+        "invalid_value",
+        "instruction",
+        "reads no instruction",
+    ),
     "none of the best": ({"query": "a", "documents": ["b"], "top_n": 0}, "invalid_value", "top_n", ">= 1"),
     "too long": (
         {"query": "a", "documents": ["b", "c " * 200]},
