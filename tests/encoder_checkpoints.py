@@ -214,6 +214,18 @@ def modernbert_reranker(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+def nomic_bert(folder: Path, **overrides: Any) -> Path:
+    """Nomic BERT with the mean of all tokens."""
+    import transformers
+
+    settings = BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}} | overrides
+    model = transformers.NomicBertModel(transformers.NomicBertConfig(**settings))
+    save(randomize(model), folder)
+    write_word_pieces(folder)
+    write_settings(folder, "mean", prompts=PROMPTS, width=96)
+    return folder
+
+
 def qwen3_reranker(folder: Path, scored: bool = False, **overrides: Any) -> Path:
     """A causal Qwen3 whose tokenizer has "yes", "no" and the control tokens of its prompt; `scored`: as it is converted to one
     that gives a score, which is the same: its row is that of "yes" less that of "no" in the head."""

@@ -195,6 +195,7 @@ class FamilyDescription:
     unused     whether a tensor that is left over is one that the network does not read
     text_alone a model that sees, whose decoder alone is converted: keys of that are in `text_config`, and the tower is `unused`
     headless   it embeds texts, whatever its name ends in: there is a pooling
+    own_code   published checkpoints name code of their own, which computes what transformers has since then itself
     scores     of a reranker: what makes a score of the states of a pair of texts
     variants   the same architecture around another decoder: its description by the configuration
     template   the chat template of checkpoints that have none: how transformers' processor makes a prompt
@@ -220,6 +221,7 @@ class FamilyDescription:
     unused: Callable[[Any, str], bool] = nothing_unused
     text_alone: bool = False
     headless: bool = False
+    own_code: bool = False
     scores: Callable[[Values], Pooling] | None = None
     variants: Callable[[Values], FamilyDescription] | None = None
     template: str = ""

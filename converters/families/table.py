@@ -24,6 +24,7 @@ from edgeq.converters.families.decoders.qwen_next import QWEN_NEXT_FAMILIES
 from edgeq.converters.families.decoders.smollm import SMOLLM_FAMILIES
 from edgeq.converters.families.encoders.bert import BERT_FAMILIES
 from edgeq.converters.families.encoders.modernbert import MODERNBERT_FAMILIES
+from edgeq.converters.families.encoders.nomic import NOMIC
 from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.ranking import RANKING_FAMILIES
 from edgeq.converters.families.state_spaces.falcon_h1 import FALCON_H1
@@ -45,7 +46,7 @@ from edgeq.network.stack import MAX_SIZES
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
     GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, *QWEN_NEXT_FAMILIES,
-    *GEMMA_4_FAMILIES, *BERT_FAMILIES, *MODERNBERT_FAMILIES,
+    *GEMMA_4_FAMILIES, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
     *RANKING_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (
@@ -219,7 +220,7 @@ def _check_embedding(values: Values, description: FamilyDescription) -> None:
     """UnsupportedError: states of texts are computed by code of the checkpoint's own, or tokens see those after them, which the
     family does not read."""
     own = values.get("auto_map")
-    if isinstance(own, dict) and "AutoModel" in own:
+    if isinstance(own, dict) and "AutoModel" in own and not description.own_code:
         raise UnsupportedError(
             f"config.json: auto_map: AutoModel is {str(own['AutoModel'])[:80]!r}, code of the checkpoint's own, which edgeq "
             "does not run; supported: embedding models that transformers runs itself"

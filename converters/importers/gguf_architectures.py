@@ -80,6 +80,10 @@ BERT |= {"ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_outp
 BERT_ENDS = {EMBEDDING: "embeddings.word_embeddings.weight", "position_embd.weight": "embeddings.position_embeddings.weight"}
 BERT_ENDS |= {encoders.SEGMENTS: "embeddings.token_type_embeddings.weight"}
 BERT_ENDS |= {f"token_embd_norm.{kind}": f"embeddings.LayerNorm.{kind}" for kind in ("weight", "bias")}
+NOMIC = {"attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1", "layer_output_norm": "norm2"}
+NOMIC |= {"ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2"}
+NOMIC_ENDS = {name: BERT_ENDS[name] for name in (EMBEDDING, encoders.SEGMENTS)}
+NOMIC_ENDS |= {f"token_embd_norm.{kind}": f"emb_ln.{kind}" for kind in ("weight", "bias")}
 SCORES = {f"cls.{kind}": f"pooler.dense.{kind}" for kind in ("weight", "bias")}
 SCORES |= {f"cls.output.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")}
 DECAYS = {"ssm_a": GgufLayout(negative_exp=True)}
@@ -306,6 +310,16 @@ ARCHITECTURES = {
         ends=BERT_ENDS,
         rows=(encoders.SEGMENTS,),
         layers="encoder.layer.",
+    ),
+    "nomic-bert": Architecture(
+        "NomicBertModel",
+        "nomic_bert",
+        NOMIC,
+        encoders.nomic_bert,
+        epsilon="layer_norm_eps",
+        ends=NOMIC_ENDS,
+        rows=(encoders.SEGMENTS,),
+        layers="encoder.layers.",
     ),
 }
 """llama.cpp's name of an architecture, in `general.architecture`."""

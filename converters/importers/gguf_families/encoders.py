@@ -15,9 +15,13 @@ SCORE, POOLER = "cls.output.weight", "cls.weight"
 
 def bert(keys: GgufKeys) -> Settings:
     """llama.cpp stores no activation: published models have this one.  Rows of positions before the first are left out."""
+    return {"hidden_act": "gelu", **nomic_bert(keys)}
+
+
+def nomic_bert(keys: GgufKeys) -> Settings:
     if keys.flag("attention.causal", True):
         raise keys.wrong("attention.causal", True, "false")
-    return {"hidden_act": "gelu", "type_vocab_size": rows_of(keys, SEGMENTS)}
+    return {"type_vocab_size": rows_of(keys, SEGMENTS)}
 
 
 def rows_of(keys: GgufKeys, matrix: str) -> int:

@@ -72,6 +72,7 @@ ARCHITECTURES = {
     "falcon": ("falcon", "FALCON"),
     "bert": ("bert", "BERT"),
     "xlm-roberta": ("bert", "BERT"),
+    "nomic_bert": ("nomic-bert", "NOMIC_BERT"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid")
@@ -192,6 +193,8 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
     if own in ENCODERS:
         keys |= encoder_metadata(config)
         keys = {key: value for key, value in keys.items() if key not in ENCODERS_LACK}
+        # Those of BERT rotate nothing.
+        keys |= {"rope.freq_base": float(full["rope_theta"])} if own == "nomic-bert" else {}
     if own == "gptneox":
         keys["use_parallel_residual"] = config["use_parallel_residual"]
     if full.get("rope_type") == "linear":

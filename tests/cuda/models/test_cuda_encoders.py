@@ -14,7 +14,7 @@ from edgeq.runtime import Model
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
 from tests.cuda.emulated import EmulatedDevice
-from tests.encoder_checkpoints import bert, embedding_gemma, modernbert, xlm_roberta
+from tests.encoder_checkpoints import bert, embedding_gemma, modernbert, nomic_bert, xlm_roberta
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -23,7 +23,9 @@ RNG = np.random.default_rng(4)
 TOKENS = [[int(t) for t in RNG.integers(5, 2048, length)] for length in (1, 10, 19, 65)]
 
 
-@pytest.mark.parametrize("maker", [bert, xlm_roberta, modernbert, embedding_gemma], ids=lambda maker: maker.__name__)
+@pytest.mark.parametrize(
+    "maker", [bert, xlm_roberta, modernbert, nomic_bert, embedding_gemma], ids=lambda maker: maker.__name__
+)
 def test_vectors_are_those_of_the_reference_whatever_is_read_beside_a_text(
     maker: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ from tests.encoder_checkpoints import (
     bert,
     embedding_gemma,
     modernbert,
+    nomic_bert,
     through_dense,
     write_dense,
     xlm_roberta,
@@ -48,12 +49,14 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "bert": bert,
     "xlm_roberta": xlm_roberta,
     "modernbert": modernbert,
+    "nomic_bert": nomic_bert,
 }
 POOLED = {
     "embedding_gemma": ("mean", True),
     "bert": ("cls", True),
     "xlm_roberta": ("mean", False),
     "modernbert": ("mean", True),
+    "nomic_bert": ("mean", True),
 }
 Sources = Callable[[str], Path]
 
@@ -216,6 +219,9 @@ def test_the_network_of_bert(source: Any, path: Any) -> None:
         ("bert", {"hidden_act": "gelu"}),
         ("xlm_roberta", {"hidden_act": "gelu_new"}),
         ("modernbert", {"norm_eps": 1e-5}),
+        ("nomic_bert", {"layer_norm_eps": 1e-12}),
+        ("nomic_bert", {"hidden_act": "gelu"}),
+        ("nomic_bert", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
         ("modernbert", {"local_attention": WINDOW - 2}),
         ("modernbert", {"local_attention": WINDOW + 2}),
     ],
@@ -240,6 +246,45 @@ def test_the_network_of_modernbert(source: Any, path: Any) -> None:
     config = recognise(published, pooling=Pooling("cls", True))[1]
     assert config.sliding_windows == (0, 65, 65, 0, 65, 65, 0)
     assert config.local_rope is not None and (config.rope.theta, config.local_rope.theta) == (5e4, 2e3)
+
+
+def test_nomic_bert_with_the_keys_that_it_is_published_with(source: Any, path: Any, tmp_path: Path) -> None:
+    """Keys of GPT-2's names beside code of its own: the same network, tensor by tensor."""
+    folder = shutil.copytree(source("nomic_bert"), tmp_path / "published")
+    config = {
+        "architectures": ["NomicBertModel"], "model_type": "nomic_bert",
+        "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+        "activation_function": "swiglu", "causal": False, "layer_norm_epsilon": 3e-4, "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False, "n_embd": 96, "n_head": 6, "n_inner": 80, "n_layer": 3, "n_positions": 192,
+        "parallel_block": False, "prenorm": False, "qkv_proj_bias": False, "rotary_emb_base": 700, "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None, "type_vocab_size": 3,
+        "use_rms_norm": False, "vocab_size": 2048,
+    }  # fmt: skip
+    family, found = recognise(config, pooling=Pooling("mean", True))
+    file = ModelFile.open(path("nomic_bert", method="none"))
+    assert found == file.metadata.config and found.rope.theta == 700
+    sources = recognise(json.loads((folder / "config.json").read_text()), pooling=Pooling("mean", True))[0].sources()
+    assert family.sources() == sources
+    del config["activation_function"], config["layer_norm_epsilon"], config["rotary_emb_base"], config["n_positions"]
+    found = recognise(config, pooling=Pooling("mean", True))[1]
+    assert (found.hidden_act, found.rope.theta, found.rms_norm_eps, found.max_position_embeddings) == ("silu", 1e3, 1e-12, 8192)
+    for changes, message in NOT_NOMIC:
+        with pytest.raises((UnsupportedError, CheckpointError), match=message):
+            recognise({**config, **changes}, pooling=Pooling("mean", True))
+
+
+NOT_NOMIC: list[tuple[dict[str, Any], str]] = [
+    ({"prenorm": True}, "prenorm is True"),
+    ({"qkv_proj_bias": True}, "qkv_proj_bias is True"),
+    ({"rotary_emb_fraction": 0.5}, "rotary_emb_fraction is 0.5"),
+    ({"rotary_scaling_factor": 2}, "rotary_scaling_factor is 2"),
+    ({"moe_every_n_layers": 2}, "moe_every_n_layers is 2"),
+    ({"activation_function": "geglu"}, "activation_function 'geglu' is not supported"),
+    ({"n_head": 5}, "n_embd 96 is not a multiple of n_head 5"),
+    ({"n_inner": None}, "n_inner is None"),
+    ({"type_vocab_size": 0}, "type_vocab_size is 0"),
+    ({"rope_parameters": [5]}, "rope_parameters is"),
+]
 
 
 @pytest.mark.parametrize("name", ["positions", "dense", "segment"])

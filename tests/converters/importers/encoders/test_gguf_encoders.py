@@ -29,17 +29,18 @@ from edgeq.text.tokenizer import Tokenizer
 from edgeq.tools.cli.main import main
 from tests.converters.importers.conversions import plan_of, silent
 from tests.converters.importers.gguf_files import in_type, write_gguf
-from tests.encoder_checkpoints import bert, bert_reranker, write_word_pieces, xlm_reranker, xlm_roberta
+from tests.encoder_checkpoints import bert, bert_reranker, nomic_bert, write_word_pieces, xlm_reranker, xlm_roberta
 
 SPACE = "\u2581"
 MAKERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "bert": (bert, {"hidden_act": "gelu"}),
     "xlm_roberta": (xlm_roberta, {}),
+    "nomic_bert": (nomic_bert, {}),
     "bert_reranker": (bert_reranker, {}),
     "xlm_reranker": (xlm_reranker, {}),
 }
 """Checkpoints with the activation that published models have, which a file does not name."""
-POOLINGS = {"bert": ("cls", 2), "xlm_roberta": ("mean", 1)}
+POOLINGS = {"bert": ("cls", 2), "xlm_roberta": ("mean", 1), "nomic_bert": ("mean", 1)}
 QUERY, DOCUMENTS = "What is the capital?", ["Paris", "the cat?", "x" * 40, "Père Noël, 7"]
 TEXTS = [
     "a",
@@ -85,7 +86,8 @@ def file_of(folder: Path, path: Path, family: str, choose: Callable[[str, Any], 
     """A GGUF file of a checkpoint; `changes` of its metadata."""
 
     def change(keys: dict[str, Any]) -> None:
-        keys |= {"bert.pooling_type": POOLINGS[family][1]} if family in POOLINGS else {}
+        own = "nomic-bert" if family == "nomic_bert" else "bert"
+        keys |= {f"{own}.pooling_type": POOLINGS[family][1]} if family in POOLINGS else {}
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
 
     write_gguf(folder, path, choose, change)
@@ -180,6 +182,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("bert", {"bert__pooling_type": 5}, CheckpointError, "pooling_type is 5; expected 0 to 4"),
     ("bert", {"bert__pooling_type": 4}, UnsupportedError, "pooling_type is 4, a reranker, and the file has no head"),
     ("bert", {"bert__pooling_type": 0}, UnsupportedError, "give --pooling mean or --pooling cls"),
+    ("nomic_bert", {"nomic-bert__attention__causal": True}, CheckpointError, "attention.causal is True; expected false"),
+    ("nomic_bert", {"nomic-bert__rope__scaling__type": "dynamic"}, UnsupportedError, "rope.scaling.type is 'dynamic'"),
     ("bert", {"bert__moe_every_n_layers": 2}, UnsupportedError, "moe_every_n_layers is 2"),
 ]
 

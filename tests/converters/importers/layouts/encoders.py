@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.converters.importers.layouts.states import Array
 
-ENCODERS = ("bert",)
+ENCODERS = ("bert", "nomic-bert")
 ENCODERS_LACK = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
 ENCODERS_LACK += ("rope.dimension_count",)
 """Keys that files of BERT do not have."""
