@@ -236,7 +236,7 @@ class Attention(Operation):
     ahead: bool = False
 
 
-Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu"]
+Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "relu2"]
 """Functions of one number.
 
 silu                x / (1 + exp(-x))
@@ -244,6 +244,7 @@ gelu                x/2 (1 + erf(x / sqrt(2))) (Hendrycks and Gimpel 2016)
 gelu_pytorch_tanh   x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), nearly the same
 quick_gelu          x / (1 + exp(-1.702 x)), nearly the same
 relu                max(x, 0)
+relu2               its square (So et al. 2021, arXiv 2109.08668)
 """
 
 

@@ -335,6 +335,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_n_groups": 4, "mamba_d_state": 16, "rms_norm_eps": 3e-3}
         | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, **FALCON_H1},
     ),
+    "nemotron_h": (
+        "NemotronH",
+        {"hybrid_override_pattern": "M-M*--M", "head_dim": 64, "layer_norm_epsilon": 3e-3, "conv_kernel": 3, "expand": 3}
+        | {"mamba_num_heads": 6, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 24, "time_step_min": 1e-9},
+    ),
+    "nemotron_h_biases": (
+        "NemotronH",
+        {"hybrid_override_pattern": "M*-", "head_dim": 32, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 1e-9}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 16, "num_key_value_heads": 4},
+    ),
     "falcon_sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),
@@ -422,7 +432,7 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
             elif parameter_name.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))
-            elif parameter_name.endswith("mamba.D"):
+            elif parameter_name.endswith((".mamba.D", ".mixer.D")):
                 parameter.data = torch.linspace(-2, 3, len(parameter))
             elif parameter_name.endswith("sinks"):
                 parameter.data = torch.linspace(-2, 4, len(parameter))

@@ -6,6 +6,7 @@ Qwen2-MoE where there are experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -307,14 +308,21 @@ class TorchRows(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """biases: linear parts that have one, as in edgeq.converters.families;  index: of the layer."""
+    """biases: linear parts that have one, as in edgeq.converters.families;  index: of the layer.
+
+    self_attn   attention, or what is in its place; None: the layer is an MLP alone
+    mlp         None: it has none
+    """
 
     def __init__(self, config: Stack, biases: tuple[str, ...], index: int = 0) -> None:
         super().__init__()
         size, layer_norm, self.parallel = config.hidden_size, config.layer_norm, config.parallel_blocks
-        self.input_layernorm = Norm(config, size, layer_norm) if config.norms_before(index) else nn.Identity()
-        if index in config.conv_layers:
-            self.self_attn: nn.Module = TorchShortConv(config)
+        mixes, has_mlp = config.blocks(index)
+        self.input_layernorm = Norm(config, size, layer_norm) if mixes and config.norms_before(index) else nn.Identity()
+        if not mixes:
+            self.self_attn: nn.Module | None = None
+        elif index in config.conv_layers:
+            self.self_attn = TorchShortConv(config)
         elif index in config.delta_layers:
             self.self_attn = TorchDeltaNet(config)
         elif index in config.ssd_layers:
@@ -324,10 +332,12 @@ class DecoderLayer(nn.Module):
             self.self_attn = TorchAttention(config, biases, index)
         norms_after = config.norms_after(index)
         self.attention_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
-        own_norm = config.norms_before(index) and self.parallel != "one_norm"
+        own_norm = has_mlp and config.norms_before(index) and self.parallel != "one_norm"
         self.post_attention_layernorm = Norm(config, size, layer_norm) if own_norm else nn.Identity()
-        if config.experts_beside_mlp:
-            self.mlp: nn.Module = TorchExpertsBesideMlp(config, biases, self.post_attention_layernorm)
+        if not has_mlp:
+            self.mlp: nn.Module | None = None
+        elif config.experts_beside_mlp:
+            self.mlp = TorchExpertsBesideMlp(config, biases, self.post_attention_layernorm)
         else:
             self.mlp = TorchExperts(config, biases) if config.num_experts else Mlp(config, config.mlp_size(index), biases)
         self.mlp_output_norm = Norm(config, size, layer_norm) if norms_after else nn.Identity()
@@ -339,6 +349,7 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, rows: Tensor | None = None, **attention: Any) -> Tensor:
         """`rows`: what the layer has for the tokens [rows, tokens, size];  `attention`: the arguments of TorchAttention."""
         if self.parallel != "none":
+            assert self.self_attn is not None and self.mlp is not None
             normed = self.input_layernorm(hidden_states)
             other = normed if self.parallel == "one_norm" else self.post_attention_layernorm(hidden_states)
             both: Tensor = self.self_attn(normed, **attention) + self.mlp(other)
@@ -347,6 +358,8 @@ class DecoderLayer(nn.Module):
 
     def to_mlp(self, x: Tensor, **attention: Any) -> Tensor:
         """The stream that attention was added to, of a layer whose MLP comes after it."""
+        if self.self_attn is None:
+            return x
         normed = self.input_layernorm(x)
         attended = self.attention_output_norm(self.self_attn(normed, **attention))
         found: Tensor = (normed if self.norms_stream[0] else x) + attended
@@ -359,6 +372,8 @@ class DecoderLayer(nn.Module):
 
     def after_attention(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """The rest of a layer whose MLP comes after its attention, from the stream that attention was added to."""
+        if self.mlp is None:
+            return x
         read = self.mlp_input(x)
         result: Tensor = (read if self.norms_stream[1] else x) + self.mlp_output_norm(self.mlp(read))
         if self.rows is not None:
@@ -373,19 +388,13 @@ def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:
     return {path: module for path, module in modules if isinstance(module, nn.Linear) and path.endswith("_proj")}
 
 
-class QuickGelu(nn.Module):
-    """x s(1.702 x), s the logistic function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.SiLU(),
     "gelu_pytorch_tanh": nn.GELU("tanh"),
     "relu": nn.ReLU(),
+    "relu2": lambda x: x.relu().square(),
     "gelu": nn.GELU(),
-    "quick_gelu": QuickGelu(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

@@ -29,6 +29,7 @@ from edgeq.converters.families.family import Family, FamilyDescription, Values
 from edgeq.converters.families.ranking import RANKING_FAMILIES
 from edgeq.converters.families.state_spaces.falcon_h1 import FALCON_H1
 from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
+from edgeq.converters.families.state_spaces.nemotron_h import NEMOTRON_H
 from edgeq.converters.families.vision.gemma3 import GEMMA_3_VL
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
@@ -45,7 +46,7 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, *QWEN_NEXT_FAMILIES,
+    GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, NEMOTRON_H, *QWEN_NEXT_FAMILIES,
     *GEMMA_4_FAMILIES, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
     *RANKING_FAMILIES,
 )  # fmt: skip

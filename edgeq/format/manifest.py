@@ -31,8 +31,8 @@ StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
 
 def layer_contents(config: Stack, layer: int) -> StackContents:
     """The contents of a layer of a decoder or of a tower, in execution order."""
-    hidden, p = config.hidden_size, layer_prefix(config, layer)
-    contents: StackContents = dict(_norm(config, f"{p}attention_norm")) if config.norms_before(layer) else {}
+    hidden, p, (mixes, has_mlp) = config.hidden_size, layer_prefix(config, layer), config.blocks(layer)
+    contents: StackContents = dict(_norm(config, f"{p}attention_norm")) if mixes and config.norms_before(layer) else {}
     if layer in config.conv_layers:
         contents[f"{p}conv_in"] = {f"{p}conv_in": (3 * hidden, hidden)}
         contents[f"{p}conv"] = (hidden, config.conv_taps)
@@ -43,11 +43,12 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         contents |= _state_space(config, p)
     contents |= _attention(config, layer) if config.attends(layer) else {}
     contents |= _norm(config, f"{p}post_attention_norm") if config.norms_after(layer) else {}
+    if not has_mlp:
+        return contents
     own_norm = config.norms_before(layer) and config.parallel_blocks != "one_norm"
     contents |= _norm(config, f"{p}mlp_norm") if own_norm else {}
     if config.num_experts:
-        beside = config.experts_beside_mlp
-        if beside:
+        if beside := config.experts_beside_mlp:
             contents |= {name: (hidden,) for name in (f"{p}shared_norm", f"{p}router_norm")}
         contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
         if beside:

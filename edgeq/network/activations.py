@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeq.errors import UnsupportedError
 
-GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "gelu", "quick_gelu")
+GATED, PLAIN = ("silu", "gelu_pytorch_tanh"), ("relu", "relu2", "gelu", "quick_gelu")
 """Activations with a gate and without one, where `gated_mlp` does not say."""
 ACTIVATIONS = (*GATED, *PLAIN)
 

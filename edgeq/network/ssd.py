@@ -11,6 +11,7 @@ from edgeq.network.delta_net import MAX_CHANNELS, MAX_DIM, MAX_HEADS, MAX_TAPS
 from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 
 NORMS = ("after_gate", "before_gate", "none")
+LISTS = ("layers", "mlp_layers")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class StateSpace:
     norm_eps         of the norm over what the heads of a group give
     norm             where that norm is: "after_gate", of what was multiplied by the gate (Granite 4); "before_gate"; "none"
     beside_attention   the layers have attention too, which reads the same norm; both are added to the stream (Falcon-H1)
+    mlp_layers       indices of layers that are an MLP and nothing else, ascending; the others then have no MLP (Nemotron-H).
+                     Empty: every layer has one
     time_step_min, time_step_max   limits of the step; None: it has no upper one
     """
 
@@ -39,6 +42,7 @@ class StateSpace:
     time_step_max: float | None = None
     norm: str = "after_gate"
     beside_attention: bool = False
+    mlp_layers: tuple[int, ...] = ()
 
     LIMITS: ClassVar[dict[str, tuple[int, int]]] = {
         "heads": (1, MAX_HEADS),
@@ -70,10 +74,19 @@ class StateSpace:
             raise FormatError(f"config ssd has time steps from {shortest} to {longest}; the first must be less than the second")
         if not self.layers:
             raise FormatError("config ssd has no layers")
+        if set(self.layers) & set(self.mlp_layers):
+            raise FormatError("config ssd has mlp_layers among its layers")
+        if self.beside_attention and self.mlp_layers:
+            raise UnsupportedError("ssd.mlp_layers with beside_attention are not supported")
 
     @property
     def time_step_limits(self) -> tuple[float, float]:
         return self.time_step_min, math.inf if self.time_step_max is None else self.time_step_max
+
+    def blocks(self, layer: int) -> tuple[bool, bool]:
+        """As `Stack.blocks`."""
+        alone = layer in self.mlp_layers
+        return not alone, alone or not self.mlp_layers
 
     @property
     def inner_size(self) -> int:
@@ -94,5 +107,5 @@ class StateSpace:
     def read(cls, data: Any, where: str, layers: int) -> StateSpace:
         """FormatError, UnsupportedError: a key or a value that cannot be one, or more than `layers` layers."""
         values = dict(data) if isinstance(data, dict) else data
-        found = list_of(values, "layers", layers, where) if isinstance(values, dict) else ()
-        return cls(layers=found, **known(cls, values, where, frozenset({"layers"})))
+        lists: dict[str, Any] = {each: list_of(values, each, layers, where) for each in LISTS if isinstance(values, dict)}
+        return cls(**lists, **known(cls, values, where, frozenset(LISTS)))

@@ -61,8 +61,8 @@ class Stack:
                             ascending, not all of them (LFM2)
     delta_net               layers of a gated delta net in place of attention; None: there are none (Qwen3.5).  They have norms
                             before their blocks and none after them, whatever pre_norms and post_norms say of others
-    ssd                     layers of a state-space model in place of attention (Granite 4), or beside it (Falcon-H1); None:
-                            there are none
+    ssd                     layers of a state-space model in place of attention (Granite 4), or beside it (Falcon-H1), and which
+                            layers are an MLP alone (Nemotron-H); None: there are none
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     attention_sinks         each head has a score of its own in every softmax, whose share goes nowhere (gpt-oss)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
@@ -232,8 +232,9 @@ class Stack:
         kinds = {"conv_layers": self.conv_layers, "delta_net.layers": self.delta_layers, "ssd.layers": self.ssd_layers}
         for name, layers in kinds.items():
             check_layers(name, layers, count)
-            if len(layers) == count and not (self.ssd and self.ssd.beside_attention):
+            if layers and not any(map(self.attends, range(count))):
                 raise UnsupportedError(f"{name} are all layers; supported: beside layers of attention")
+        check_layers("ssd.mlp_layers", self.ssd.mlp_layers if self.ssd else (), count)
         check_integer("conv_taps", self.conv_taps, 2 if self.conv_layers else 0, MAX_TAPS if self.conv_layers else 0)
         both_norms = self.pre_norms and self.post_norms
         if self.delta_net and (self.conv_layers or both_norms or self.parallel or self.layer_norm):
@@ -244,6 +245,8 @@ class Stack:
             raise UnsupportedError(
                 "ssd beside conv_layers, delta_net, post_norms, parallel_blocks or layer_norm is not supported"
             )
+        if self.ssd and self.ssd.mlp_layers and (self.num_experts or self.layer_scalars):
+            raise UnsupportedError("ssd.mlp_layers beside experts or layer_scalars are not supported")
 
     def _check_experts(self) -> None:
         """FormatError, UnsupportedError: experts that do not fit each other or the rest."""
@@ -309,7 +312,12 @@ class Stack:
 
     def attends(self, layer: int) -> bool:
         """Whether this layer has attention."""
-        return layer not in self.state_layers or (self.ssd is not None and self.ssd.beside_attention)
+        alone = layer in self.state_layers and not (self.ssd and self.ssd.beside_attention)
+        return self.blocks(layer)[0] and not alone
+
+    def blocks(self, layer: int) -> tuple[bool, bool]:
+        """Whether this layer has a mixer, which is attention or what is in its place, and whether it has an MLP."""
+        return self.ssd.blocks(layer) if self.ssd else (True, True)
 
     def attention_scale(self, layer: int) -> float:
         """The factor of the scores before the softmax of this layer."""

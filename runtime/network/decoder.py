@@ -63,9 +63,10 @@ def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> 
     if config.bidirectional:
         # A text is one run, after which nothing of it is needed: each layer overwrites the keys and values of the last.
         cached = cached[:1]
+    # Layers after the last one with keys and values of its own, or a state, run over the wanted rows alone.
+    choosing = max(layer for layer in layers if config.blocks(layer)[0] and not config.shares_cache(layer)) if early else -1
     for layer in layers:
-        # Layers after the last one with keys and values of its own, or a state, run over the wanted rows alone.
-        last = early and layer + config.num_kv_shared_layers + 1 == config.num_hidden_layers
+        last = layer == choosing
         if layer in config.conv_layers:
             operations += conv_block(metadata, config, layer, config.conv_layers.index(layer), select=last)
         elif layer in config.delta_layers:
@@ -80,7 +81,8 @@ def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> 
             operations += attention_block(
                 metadata, config, layer, context, cache=cache, span=span, ahead=config.whole_pictures, select=last
             )
-        operations += mlp_block(metadata, config, layer)
+        if config.blocks(layer)[1]:
+            operations += mlp_block(metadata, config, layer)
         if config.hidden_size_per_layer_input:
             operations += row_block(metadata, config, layer)
         if config.layer_scalars:

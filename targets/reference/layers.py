@@ -94,12 +94,18 @@ def _gelu_tanh(x: ArrayF32) -> ArrayF32:
     return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)), np.float32)
 
 
+def _relu2(x: ArrayF32) -> ArrayF32:
+    with np.errstate(over="ignore"):  # the square of a large number is infinite on every target
+        return np.asarray(np.square(np.maximum(x, np.float32(0))), np.float32)
+
+
 FUNCTIONS: dict[Function, Callable[[ArrayF32], ArrayF32]] = {
     "silu": silu,
     "gelu": _gelu,
     "gelu_pytorch_tanh": _gelu_tanh,
     "quick_gelu": lambda x: x * _sigmoid(np.float32(1.702) * x),
     "relu": lambda x: np.maximum(x, np.float32(0)),
+    "relu2": _relu2,
 }
 
 

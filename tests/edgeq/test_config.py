@@ -98,6 +98,7 @@ DELTA_NET = DeltaNet(layers=(0,), key_heads=2, value_heads=4, key_dim=8, value_d
 DELTA = replace(PLAIN, delta_net=DELTA_NET, attention_gate=True)
 SPACE = StateSpace(layers=(0,), heads=4, head_dim=16, groups=2, state_dim=8, taps=4, norm_eps=1e-5)
 BESIDE_ATTENTION = replace(PLAIN, ssd=replace(SPACE, layers=(0, 1), norm="none", beside_attention=True))
+NEMOTRON = replace(PLAIN, hidden_act="relu2", num_hidden_layers=4, ssd=replace(SPACE, mlp_layers=(1, 3)))
 STATE_SPACE = replace(
     PLAIN,
     ssd=SPACE,
@@ -142,6 +143,7 @@ WRITTEN = [
     STATE_SPACE,
     replace(PLAIN, ssd=replace(SPACE, time_step_min=0.01, time_step_max=0.5, norm="before_gate")),
     BESIDE_ATTENTION,
+    NEMOTRON,
     GPT_OSS,
     GEMMA_4,
     BESIDE,
@@ -441,6 +443,20 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a huge step": ({"ssd": SSD | {"time_step_max": 10**400}}, FormatError, "ssd.time_step_max is 1000"),
     "a norm elsewhere": ({"ssd": SSD | {"norm": "first"}}, UnsupportedError, "ssd.norm 'first'.*after_gate, before_gate, none"),
     "beside what is no flag": ({"ssd": SSD | {"beside_attention": 1}}, FormatError, "ssd.beside_attention is 1"),
+    "an MLP after the last layer": ({"ssd": SSD | {"mlp_layers": [2]}}, FormatError, "ssd.mlp_layers must be .* from 0 to 1"),
+    "MLPs that are no list": ({"ssd": SSD | {"mlp_layers": 1}}, FormatError, "ssd mlp_layers is not a list"),
+    "an MLP that is a state space": ({"ssd": SSD | {"mlp_layers": [0]}}, FormatError, "mlp_layers among its layers"),
+    "no attention beside an MLP": ({"ssd": SSD | {"mlp_layers": [1]}}, UnsupportedError, "beside layers of attention"),
+    "an MLP of a layer with both": (
+        {"ssd": SSD | {"mlp_layers": [1], "beside_attention": True}},
+        UnsupportedError,
+        "mlp_layers with beside_attention",
+    ),
+    "experts in place of an MLP": (
+        {"ssd": SSD | {"mlp_layers": [1]}, "num_hidden_layers": 3, "num_experts": 3, "num_experts_per_tok": 2},
+        UnsupportedError,
+        "ssd.mlp_layers beside experts",
+    ),
     "half a state space": ({"ssd": {"layers": [0]}}, FormatError, "ssd lacks groups, head_dim"),
     "a newer state space": ({"ssd": SSD | {"channels": 1}}, UnsupportedError, "ssd has unknown keys channels"),
     "a state space beside a delta net": (

@@ -76,8 +76,11 @@ def test_geglu_over_the_whole_range_of_floats():
 def test_relu():
     x = np.concatenate([np.linspace(-9, 9, 47), [0.0]])[None].repeat(4, 0)
     arrays = Arrays()
-    oracle, y = both(shown(arrays, x, [Activate(0, "x", 48, "s", "relu", False)], "s", {"s": 48, "_dim": 2}), arrays, 4)
-    assert np.array_equal(oracle, np.maximum(x, 0).astype(np.float32)) and np.array_equal(y, oracle)
+    for function, power in (("relu", 1), ("relu2", 2)):
+        operations = [Activate(0, "x", 48, "s", function, False)]
+        oracle, y = both(shown(arrays, x, operations, "s", {"s": 48, "_dim": 2}), arrays, 4)
+        wanted = np.maximum(x.astype(np.float32), 0) ** power
+        assert np.array_equal(oracle, wanted) and np.array_equal(y, oracle), function
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -144,6 +144,7 @@ def row_operations(name: str, arrays: Arrays, width: int) -> tuple[tuple[Operati
         "quick_gelu": ((Activate(0, "x", width, "s", "quick_gelu", False),), "s"),
         "geglu": ((Activate(0, "x", width, "s", "gelu_pytorch_tanh"),), "s"),
         "relu": ((Activate(0, "x", width, "s", "relu", False),), "s"),
+        "relu2": ((Activate(0, "x", width, "s", "relu2", False),), "s"),
         "norm_add": ((Activate(0, "x", width, "n"), other, NormAdd(0, "n", gain, 1e-5, "s"), norm), "n"),
         "gated_add": ((Activate(0, "x", width, "n"), other, GatedAdd(0, "n", "x", "s"), norm), "n"),
         "scale": ((Activate(0, "x", width, "s"), Scale(0, "s", 3.0, "s"), LayerNorm(0, "s", gain, bias, 1e-5, "n")), "n"),
@@ -153,12 +154,14 @@ def row_operations(name: str, arrays: Arrays, width: int) -> tuple[tuple[Operati
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("codec", [Codec("f32"), ROW], ids=lambda c: c.name)
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "swiglu", "geglu", "relu", "norm_add", "gated_add", "scale"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "layer_norm", "swiglu", "geglu", "relu", "relu2", "norm_add", "gated_add", "scale"]
+)
 def test_operations_on_rows(name: str, codec: Codec, width: int) -> None:
     rng, arrays = np.random.default_rng(width), Arrays()
     operations, out = row_operations(name, arrays, width)
     # max(-inf, 0) is 0.
-    planted = {row: abs(value) for row, value in PLANTED.items()} if name == "relu" else PLANTED
+    planted = {row: abs(value) for row, value in PLANTED.items()} if name.startswith("relu") else PLANTED
     # The gate of a gated addition is channel 0, and sigmoid(-inf) is 0.
     columns = (0, 5, 33) if name != "gated_add" else (1, 5, 33)
     x = damaged(rng.standard_normal((COUNT, 2 * width)).astype(np.float32), planted, columns)

@@ -37,6 +37,7 @@ TABLE_BITS = 2
 
 def with_layers(config: ModelConfig, count: int) -> ModelConfig:
     """The decoder with its first `count` layers; without a vision tower."""
+    space = config.ssd and replace(config.ssd, mlp_layers=tuple(layer for layer in config.ssd.mlp_layers if layer < count))
     return replace(
         config,
         num_hidden_layers=count,
@@ -46,7 +47,7 @@ def with_layers(config: ModelConfig, count: int) -> ModelConfig:
         num_kv_shared_layers=(shared := max(0, config.num_kv_shared_layers - max(0, config.num_hidden_layers - count))),
         use_double_wide_mlp=config.use_double_wide_mlp and shared > 0,
         delta_net=_with_layers(config.delta_net, count),
-        ssd=_with_layers(config.ssd, count),
+        ssd=_with_layers(space, count),
         vision=None,
     )
 

@@ -137,6 +137,7 @@ functions = {
     ),
     "quick_gelu": lambda x: x / (T.float32(1) + T.exp(T.float32(-1.702) * x)),
     "relu": lambda x: T.if_then_else(x < T.float32(0), T.float32(0), x),
+    "relu2": lambda x: T.if_then_else(x < T.float32(0), T.float32(0), x * x),
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ def config_of(architecture: str, **keys: Any) -> ModelConfig:
 def opened(folder: Path) -> tuple[Checkpoint, Family, ModelConfig]:
     source = Checkpoint(open_source(str(folder), HubAccess()))
     family, config = recognise(source.config)
+    source.rename(family.description.renamed)
     source.arrange(family.sources())
     return source, family, config
 

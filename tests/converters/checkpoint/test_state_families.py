@@ -65,6 +65,7 @@ def test_what_lfm2_does_not_have_is_refused_by_key(keys: dict[str, Any], error: 
         ("qwen3_5", "a gated delta net"),
         ("granite_hybrid", "a state space"),
         ("falcon_h1", "a state space"),
+        ("nemotron_h", "a state space"),
     ],
 )
 def test_methods_that_take_every_layer_to_attend_refuse_states(
@@ -115,6 +116,63 @@ def test_granite_4_reads_which_layers_have_a_state_and_which_experts() -> None:
 def test_what_granite_4_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
     with pytest.raises(error, match=why):
         config_of("GraniteMoeHybridForCausalLM", **{"layer_types": ["mamba", "attention"] * 4, "mamba_n_heads": 8} | keys)
+
+
+NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "M-M*-M--",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+}
+
+
+def test_every_layer_of_nemotron_h_is_one_block() -> None:
+    found = config_of("NemotronHForCausalLM", **NEMOTRON, layer_norm_epsilon=3e-5, head_dim=16)
+    assert found.ssd == StateSpace((0, 2, 5), 6, 8, 2, 10, 4, 3e-5, mlp_layers=(1, 4, 6, 7))
+    assert [layer for layer in range(8) if found.attends(layer)] == [3] and found.layers_without_rope == tuple(range(8))
+    assert (found.hidden_act, found.gated, found.rms_norm_eps, found.head_dim) == ("relu2", False, 3e-5, 16)
+    limited = config_of("NemotronHForCausalLM", **NEMOTRON, time_step_min=0.3, time_step_limit=[0.02, 0.8])
+    # The first Nemotron-H call it attention_head_dim.
+    assert limited.ssd is not None and limited.ssd.time_step_limits == (0.02, 0.8) and limited.head_dim == 128
+    assert config_of("NemotronHForCausalLM", **NEMOTRON, attention_head_dim=24).head_dim == 24
+    # transformers writes a list, and no number of layers.
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    types = [names[each] for each in NEMOTRON["hybrid_override_pattern"]]
+    sizes = {
+        key: value for key, value in (SIZES | NEMOTRON).items() if key not in ("num_hidden_layers", "hybrid_override_pattern")
+    }
+    saved = {"architectures": ["NemotronHForCausalLM"], **sizes, "layers_block_type": types}
+    assert recognise(saved)[1] == config_of("NemotronHForCausalLM", **NEMOTRON)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "why"),
+    [
+        ({"hybrid_override_pattern": "MEM*-M--"}, UnsupportedError, "hybrid_override_pattern has 'E', layers of experts"),
+        ({"layers_block_type": ["mamba", "moe"] * 4}, UnsupportedError, "layers_block_type has 'moe', layers of experts"),
+        ({"hybrid_override_pattern": "M-M*-M-x"}, UnsupportedError, "has 'x'; supported: M, mamba"),
+        ({"layers_block_type": [["mamba"]] * 8}, UnsupportedError, "layers_block_type has"),
+        ({"hybrid_override_pattern": "M-M*-M-"}, CheckpointError, "num_hidden_layers is 8; 7 layers are described"),
+        ({"hybrid_override_pattern": ["M"]}, CheckpointError, "expected a str of layers"),
+        ({"hybrid_override_pattern": "M" * 1025}, CheckpointError, "expected a str of layers"),
+        ({"hybrid_override_pattern": None}, CheckpointError, "says of no layer what it is"),
+        ({"hybrid_override_pattern": "M-M--M--"}, UnsupportedError, "no layer of kind 'attention'"),
+        ({"hybrid_override_pattern": "MMM*MMMM"}, UnsupportedError, "no layer of kind 'mlp'"),
+        ({"mlp_hidden_act": "silu"}, UnsupportedError, "mlp_hidden_act is 'silu'"),
+        ({"mamba_hidden_act": "gelu"}, UnsupportedError, "mamba_hidden_act is 'gelu'"),
+        ({"use_bias": True}, UnsupportedError, "use_bias is True"),
+        ({"attention_bias": True}, UnsupportedError, "attention_bias is True"),
+        ({"sliding_window": 64}, UnsupportedError, "sliding_window is 64"),
+        ({"tie_word_embeddings": True}, UnsupportedError, "tie_word_embeddings is True"),
+        ({"mlp_bias": 1}, CheckpointError, "mlp_bias is 1"),
+        ({"mamba_head_dim": 1.5}, CheckpointError, "mamba_head_dim is 1.5"),
+        ({"n_groups": 4}, CheckpointError, "6 heads and 4 groups"),
+    ],
+)
+def test_what_nemotron_h_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        config_of("NemotronHForCausalLM", **NEMOTRON | keys)
 
 
 def test_falcon_h1_has_a_state_space_beside_every_attention() -> None:

@@ -28,6 +28,7 @@ CODEC = Codec("int", 3, 32, symmetric=False)
 def opened(folder: Path) -> tuple[Checkpoint, Any, Any]:
     source = Checkpoint(open_source(str(folder), HubAccess()))
     family, config = recognise(source.config)
+    source.rename(family.description.renamed)
     source.arrange(family.sources())
     return source, family, config
 
@@ -128,6 +129,7 @@ def test_channels_with_large_activations_get_a_larger_scale(checkpoint: Callable
         "granite_hybrid",
         "granite_hybrid_moe",
         "falcon_h1_norm",
+        "nemotron_h",
         "olmo2",
         "glm4",
         "mixtral",

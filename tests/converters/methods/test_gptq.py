@@ -357,7 +357,10 @@ def test_a_layer_without_a_factor_is_rounded_with_one_line_that_names_it(
 @pytest.mark.parametrize(
     "family",
     ["lfm2", "qwen3_5"]
-    + [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("granite_hybrid", "granite_hybrid_moe", "falcon_h1_norm")],
+    + [
+        pytest.param(each, marks=pytest.mark.exhaustive)
+        for each in ("granite_hybrid", "granite_hybrid_moe", "falcon_h1_norm", "nemotron_h")
+    ],
 )
 def test_scales_are_folded_where_layers_have_states(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
     """Weights of 8 bits whose scales were not divided out again would give other logits."""

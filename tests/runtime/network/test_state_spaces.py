@@ -16,11 +16,11 @@ from edgeq.runtime import Model
 from edgeq.runtime.network import decoder, state_blocks
 from edgeq.runtime.network.block_parts import norm
 from edgeq.targets.family_operations import GatedNorm, SiluConv, SsdScan
-from edgeq.targets.graph import Operation
+from edgeq.targets.graph import Activate, Operation
 from edgeq.targets.reference import states
 
 GRANITES = ("granite_hybrid", "granite_hybrid_moe")
-FAMILIES = (*GRANITES, "falcon_h1", "falcon_h1_norm", "falcon_h1_gate")
+FAMILIES = (*GRANITES, "falcon_h1", "falcon_h1_norm", "falcon_h1_gate", "nemotron_h", "nemotron_h_biases")
 LENGTH = 150
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, LENGTH)]
 WEIGHTS = {"initializer_range": 0.05}
@@ -130,6 +130,60 @@ def test_both_sides_of_a_layer_read_the_stream_before_it(
 
     monkeypatch.setattr(decoder, "attention_block", after)
     assert divergence(expected(family), logits(path, "reference")) > WRONG
+
+
+NEMOTRON_CHOICES: dict[str, Callable[..., Any]] = {
+    "relu without its square": lambda op: replace(op, function="relu") if isinstance(op, Activate) else op,
+    "the norm before the gate": lambda op: replace(op, gate_first=False) if isinstance(op, GatedNorm) else op,
+    "one norm over all groups": lambda op: (
+        replace(op, heads=1, head_dim=op.heads * op.head_dim) if isinstance(op, GatedNorm) else op
+    ),
+    "the floor of prompts": lambda op: replace(op, limits=(0.5, op.limits[1])) if isinstance(op, SsdScan) else op,
+}
+
+
+@pytest.mark.parametrize("wrong", NEMOTRON_CHOICES)
+def test_another_choice_gives_other_distributions_of_nemotron_h(
+    wrong: str, model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, change = model_path("nemotron_h", WEIGHTS, method="none", dtype="f32"), NEMOTRON_CHOICES[wrong]
+    for name in ("ssd_block", "mlp_block"):
+        block = getattr(decoder, name)
+        monkeypatch.setattr(decoder, name, lambda *args, block=block, **settings: map(change, block(*args, **settings)))
+    assert divergence(expected("nemotron_h"), logits(path, "reference")) > WRONG
+
+
+def test_attention_of_nemotron_h_does_not_rotate(
+    model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_path("nemotron_h", WEIGHTS, method="none", dtype="f32")
+    monkeypatch.setattr(Stack, "layer_rope", lambda self, layer: self.rope)
+    assert divergence(expected("nemotron_h"), logits(path, "reference")) > WRONG
+
+
+def test_steps_of_nemotron_h_have_the_limits_of_its_own_code(
+    checkpoint: Callable[..., Path], model_path: Callable[..., Path]
+) -> None:
+    """transformers raises steps to time_step_min in a prompt and not after it: token by token it is right."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    raised, count = WEIGHTS | {"time_step_min": 0.6}, 24
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint("nemotron_h", dtype="float32", **raised), dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens, cache = torch.tensor([TOKENS[:count]]), DynamicCache(config=model.config)
+    with torch.no_grad():
+        at_once = model(tokens).logits[0].double().numpy()
+        # A first token alone is a prompt too: it makes the states.
+        for mixer in (layer.mixer for layer in model.model.layers if layer.block_type == "linear_attention"):
+            mixer.time_step_limit = (0.0, float("inf"))
+        steps = [model(tokens[:, i : i + 1], past_key_values=cache).logits[0] for i in range(count)]
+    wanted = torch.cat(steps).double().numpy()
+    with Model.load(model_path("nemotron_h", raised, method="none", dtype="f32"), target="reference", mode="a16") as found:
+        ours = np.concatenate(list(found.session().all_logits(TOKENS[:count])))
+    # Its cache is not rounded to f16 here.
+    assert divergence(wanted, ours) < WRONG < divergence(at_once, ours)
 
 
 def test_groups_are_of_neighbouring_heads(

@@ -99,6 +99,7 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
                 ("granite_hybrid_moe", "reference", "a16"),
                 ("granite_hybrid", "cpu", "a16"),
                 ("falcon_h1", "cpu", "a8"),
+                ("nemotron_h", "cpu", "a8"),
             )
         ),
     ],

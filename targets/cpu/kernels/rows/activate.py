@@ -25,8 +25,9 @@ from edgeq.targets.cpu.jit.simd import (
 from edgeq.targets.cpu.kernels.rows.elementwise import ActivationArgs
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, share_of, write_quantized
 
-SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED = range(6)
+SILU, GELU_TANH, GELU, QUICK_GELU, RELU, CLAMPED, RELU2 = range(7)
 FUNCTION_CODES = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu": GELU, "quick_gelu": QUICK_GELU, "relu": RELU}
+FUNCTION_CODES |= {"relu2": RELU2}
 
 
 @inline
@@ -52,6 +53,8 @@ def active(function, x):
     """f(x) of sixteen channels.  With its operands in this order, vmax keeps NaN."""
     if function == RELU:
         return vmax(vsplat(0.0), x)
+    if function == RELU2:
+        return vmul(vmax(vsplat(0.0), x), vmax(vsplat(0.0), x))
     if function == GELU:
         return gelu(x)
     if function == GELU_TANH:
