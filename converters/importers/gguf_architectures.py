@@ -12,6 +12,7 @@ from typing import Any
 from edgeq.converters.importers import gguf_settings as settings
 from edgeq.converters.importers.gguf_families import encoders
 from edgeq.converters.importers.gguf_families.falcon import SECOND_NORM, falcon
+from edgeq.converters.importers.gguf_families.nemotron_h import nemotron_h
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
@@ -69,6 +70,8 @@ QWEN_EXPERTS = EXPERTS | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_she
 QWEN_EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
 MAMBA = {f"ssm_{part}": f"mamba.{module}" for part, module in (("in", "in_proj"), ("conv1d", "conv1d"), ("norm", "norm"))}
 MAMBA |= {"ssm_out": "mamba.out_proj", "ssm_dt.bias": "mamba.dt_bias", "ssm_a.weight": "mamba.A_log", "ssm_d.weight": "mamba.D"}
+NEMOTRON_H = {name: f"mixer.{module.rpartition('.')[2]}" for name, module in (ATTENTION | MAMBA).items()}
+NEMOTRON_H |= {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
 FALCON_H1 = ATTENTION | MAMBA | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
 FALCON_H1 |= {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 FALCON = {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
@@ -233,6 +236,14 @@ ARCHITECTURES = {
         FALCON_H1,
         settings.falcon_h1,
         ends=ENDS | {NORM: "model.final_layernorm.weight"},
+        layouts=decays,
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        NEMOTRON_H,
+        nemotron_h,
+        ends={EMBEDDING: "model.embeddings.weight", NORM: "model.norm_f.weight", HEAD: ENDS[HEAD]},
         layouts=decays,
     ),
     "command-r": Architecture("CohereForCausalLM", "cohere", COHERE, settings.command_r, epsilon="layer_norm_eps"),

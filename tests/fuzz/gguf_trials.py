@@ -184,6 +184,26 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
         ),
         norms("output_norm") | layers(norms("attn_norm") | {"ffn_norm": [0, [64]]} | MLP | MAMBA | HEADS),
     ),
+    "nemotron_h": (
+        of(
+            "nemotron_h",
+            block_count=3,
+            feed_forward_length=[0, 0, 96],
+            attention__head_count_kv=[0, 2, 0],
+            ssm__conv_kernel=3,
+            ssm__state_size=16,
+            ssm__group_count=2,
+            ssm__time_step_rank=4,
+            ssm__inner_size=128,
+        ),
+        norms("output_norm")
+        | matrices(8, output=[len(WORDS), 64])
+        | layers(
+            norms("attn_norm") | MAMBA,
+            norms("attn_norm") | HEADS,
+            norms("attn_norm") | matrices(2, ffn_up=[96, 64], ffn_down=[64, 96]),
+        ),
+    ),
     "qwen35": (
         of("qwen35", **DELTA_KEYS, nextn_predict_layers=1, rope__dimension_sections=[2, 1, 1, 0]),
         norms("output_norm") | layers(*(QWEN_NORMS | MLP | each for each in (DELTA | APART, ATTENDING, ATTENDING | DRAFTS))),

@@ -29,6 +29,7 @@ from tests.converters.importers.layouts.states import (
     Array,
     delta_net_metadata,
     delta_net_tensors,
+    nemotron_h_config,
     state_space_metadata,
     state_space_tensors,
 )
@@ -66,6 +67,7 @@ ARCHITECTURES = {
     "gemma4_text": ("gemma4", "GEMMA4"),
     "granitemoehybrid": ("granitehybrid", "GRANITE_HYBRID"),
     "falcon_h1": ("falcon-h1", "FALCON_H1"),
+    "nemotron_h": ("nemotron_h", "NEMOTRON_H"),
     "qwen3_next": ("qwen3next", "QWEN3NEXT"),
     "qwen3_5_text": ("qwen35", "QWEN35"),
     "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
@@ -133,6 +135,8 @@ def write_gguf(
         config["num_key_value_heads"] = config["num_kv_heads"]
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         config["num_key_value_heads"] = 1
+    if config["model_type"] == "nemotron_h":
+        config = nemotron_h_config(config)
     own, name = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, own)
     keys = metadata(config, own)

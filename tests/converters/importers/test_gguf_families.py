@@ -56,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "granite_hybrid": {"time_step_limit": (0.0, math.inf)},
     "granite_hybrid_moe": {},
+    "nemotron_h": {},
+    "nemotron_h_biases": {},
     "qwen3_next": {**ALIKE_HEADS, "norm_topk_prob": True},
     "qwen3_5": ALIKE_HEADS,
     "qwen3_5_moe": ALIKE_HEADS,
@@ -191,6 +193,20 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("qwen3_5", {"qwen35.rope.dimension_sections": [8, 8]}, CheckpointError, "dimension_sections is .*expected three integers"),
     ("qwen3_next", {"qwen3next.attention.recurrent_layers": [True]}, CheckpointError, "expected 3 times true or false"),
     ("qwen3_next", {"qwen3next.expert_weights_norm": False}, CheckpointError, "expert_weights_norm is False; expected true"),
+    (
+        "nemotron_h_biases",
+        {"nemotron_h.feed_forward_length": 256},
+        CheckpointError,
+        "length is .*expected the same for each layer",
+    ),
+    (
+        "nemotron_h_biases",
+        {"nemotron_h.feed_forward_length": [0, 0, 0]},
+        CheckpointError,
+        "expected the same for each layer of",
+    ),
+    ("nemotron_h_biases", {"nemotron_h.ssm.inner_size": 100}, CheckpointError, "expected a multiple of the 8 heads"),
+    ("nemotron_h_biases", {"nemotron_h.ssm.group_count": 3}, CheckpointError, "8 heads and 3 groups"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
 

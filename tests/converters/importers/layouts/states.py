@@ -52,6 +52,19 @@ def delta_net_tensors(config: Mapping[str, Any], name: str, values: Array) -> di
     return {name.replace("dt_bias", "dt_proj.bias"): values}
 
 
+NEMOTRON_H_KEYS = {"mamba_n_heads": "mamba_num_heads", "mamba_d_state": "ssm_state_size", "mamba_n_groups": "n_groups"}
+NEMOTRON_H_KEYS |= {"mamba_d_conv": "conv_kernel", "layer_types": "layers_block_type", "rms_norm_eps": "layer_norm_epsilon"}
+
+
+def nemotron_h_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the keys of other families with state spaces."""
+    inner = config["mamba_num_heads"] * config["mamba_head_dim"]
+    found = {**config, **{ours: config[theirs] for ours, theirs in NEMOTRON_H_KEYS.items()}, "mamba_d_ssm": inner}
+    # Of experts, which there are none of.
+    del found["moe_intermediate_size"]
+    return found | {"num_hidden_layers": len(found["layer_types"])}
+
+
 def state_space_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
     keys = {
         "ssm.conv_kernel": config["mamba_d_conv"],
@@ -60,9 +73,13 @@ def state_space_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "ssm.time_step_rank": config["mamba_n_heads"],
         "ssm.inner_size": config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"],
     }
-    if own == "granitehybrid":
+    if own in ("granitehybrid", "nemotron_h"):
         attends = [each in ("attention", "full_attention") for each in config["layer_types"]]
         keys["attention.head_count_kv"] = [config["num_key_value_heads"] * each for each in attends]
+    if own == "nemotron_h":
+        keys["attention.layer_norm_epsilon"] = config["layer_norm_epsilon"]
+        keys["feed_forward_length"] = [config["intermediate_size"] * (each == "mlp") for each in config["layer_types"]]
+    if own == "granitehybrid":
         keys["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
         shared = config["shared_intermediate_size"]
         keys |= {"expert_shared_feed_forward_length" if config["num_local_experts"] else "feed_forward_length": shared}
@@ -73,7 +90,7 @@ def state_space_tensors(config: Mapping[str, Any], name: str, values: Array) -> 
     """A tensor of these families as llama.cpp's converter has it."""
     if config["model_type"] == "falcon_h1":
         values = values * multiplied(config, name)
-    part = name.rpartition(".mamba.")[2]
+    part = name.rpartition(".mixer." if config["model_type"] == "nemotron_h" else ".mamba.")[2]
     if part == "conv1d.weight":
         values = values[:, 0]
     if part in ("A_log", "D"):
