@@ -54,6 +54,8 @@ class Split:
 
     first     patterns by which it is split before, one after another
     digits    every digit stands alone
+    threes    signs stand apart before, and after it digits do, at most three together (Falcon).  Those that stand for a byte
+              are digits too: the checkpoints' tokenizers look at bytes, llama.cpp at the text
     whole     a part that is a token is not built by merges: vocabularies that were made for tiktoken
     composed  the text is brought into the normal form NFC
     add_bos   whether a text begins with bos where the file does not say so
@@ -62,6 +64,7 @@ class Split:
     pattern: str
     first: tuple[str, ...] = ()
     digits: bool = False
+    threes: bool = False
     whole: bool = False
     composed: bool = False
     add_bos: bool = False
@@ -75,6 +78,7 @@ SPLITS = {
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
     "exaone4": _GPT2,
+    "falcon": Split(split_patterns.GPT2, threes=True),
     "mpt": Split(split_patterns.GPT2, composed=True),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
@@ -132,16 +136,21 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json
         )
     split = SPLITS[name]
     splits: list[Json] = [{"type": "Digits", "individual_digits": True}] if split.digits else []
-    for pattern in (*split.first, split.pattern):
-        splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+    splits += [{"type": "Punctuation", "behavior": "Contiguous"}] if split.threes else []
+    splits += map(_isolated, (*split.first, split.pattern))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    threes = [{"type": "Digits", "individual_digits": False}, _isolated(split_patterns.THREE_DIGITS)] if split.threes else []
     return {
         "normalizer": {"type": "NFC"} if split.composed else None,
-        "pre_tokenizer": _sequence("pretokenizers", [*splits, byte_level]),
+        "pre_tokenizer": _sequence("pretokenizers", [*splits, byte_level, *threes]),
         "decoder": byte_level,
         "model": _bpe(vocabulary, vocabulary.merges, ignore_merges=split.whole),
         "add_bos": split.add_bos,
     }
+
+
+def _isolated(pattern: str) -> Json:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _sentence_piece_bpe(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:

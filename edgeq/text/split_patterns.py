@@ -26,5 +26,7 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _BREAKS
 )
 """After its digits and Chinese and Japanese letters were taken out; Hunyuan's too."""
+THREE_DIGITS = "[0-9][0-9][0-9]"
+"""Falcon's, after GPT-2's."""
 SPACES = " {2,}"
 """In normalizers of SentencePiece models."""

@@ -139,6 +139,9 @@ def generation(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         ("stablelm2", "123 ab", [6, 7, 8, 17]),
         ("lfm2", "1231 ab", [0, 16, 6, 17]),
         ("hunyuan-dense", "1231 ab", [16, 6, 17]),
+        ("falcon", "ab 123", [14, 9, 16]),
+        ("falcon", "112312", [6, 15, 8, 15]),
+        ("gpt-2", "112312", [6, 16, 15]),
         # U+0301 after an "a" is one character in NFC, whose bytes C3 A1 are not in this vocabulary but for the first.
         ("qwen2", "a\u0301", [13]),
         ("gpt-2", "a\u0301", [4, 19]),
@@ -167,6 +170,30 @@ def test_texts_are_split_as_by_the_class_of_transformers(pre: str, theirs: Any, 
     noise = ["".join(chr(rng.choice((*frequent, rng.randrange(1, 0xD800)))) for _ in range(24)) for _ in range(1000)]
     for text in [*noise, *(f"a {chr(c)}{chr(c)}b" for c in range(1, 12_000, 2))]:
         assert pieces(ours, text) == pieces(other, text), text
+
+
+FALCON_PIECES = {
+    "(555) 123-4567, 12345.67": "( 555 ) Ġ 123 - 456 7 , Ġ 123 45 . 67",
+    "Don't  stop!! $1": "Don ' t Ġ Ġstop !! Ġ $ 1",
+    "x²y\n 12": "x Â ² y Ċ Ġ 12",
+}
+"""Texts, and what the rules of published Falcons make of them: signs, GPT-2's words, then digits of the bytes."""
+
+
+def test_a_falcon_puts_three_digits_together(tmp_path: Path) -> None:
+    write_texts(changed(BYTE_LEVEL, pre="falcon"), tmp_path)
+    split = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    stages = [
+        tokenizers.pre_tokenizers.Punctuation("contiguous"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        tokenizers.pre_tokenizers.Digits(individual_digits=False),
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex("[0-9][0-9][0-9]"), "isolated"),
+    ]
+    published = tokenizers.pre_tokenizers.Sequence(stages)
+    for text, pieces in FALCON_PIECES.items():
+        assert [piece for piece, _ in split.pre_tokenize_str(text)] == pieces.split(" "), text
+    for text in (*FALCON_PIECES, *(f"a {chr(c)}{chr(c)}1" for c in range(1, 12_000, 7))):
+        assert split.pre_tokenize_str(text) == published.pre_tokenize_str(text), text
 
 
 def test_a_gemma_4_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -275,7 +302,7 @@ SPECIAL = SENTENCE_PIECE["tokenizer.ggml.token_type"]
         ),
         ("byte-level", {"model": np.arange(2)}, "model is array"),
         ("byte-level", {"model": ["gpt2"]}, "model is .'gpt2'.; supported"),
-        ("byte-level", {"pre": "falcon"}, "pre is 'falcon', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),
+        ("byte-level", {"pre": "bloom"}, "pre is 'bloom', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),
         ("byte-level", {"pre": None}, "pre is None"),
         ("byte-level", {"pre": {}}, "pre is {}"),
         ("byte-level", {"tokens": None}, "tokens is missing"),
