@@ -285,6 +285,17 @@ class SoftCap(Operation):
 
 
 @dataclass(frozen=True)
+class Limit(Operation):
+    """x[:, :width] = the nearest number from -limit to limit, in place (MPT: queries, keys and values)."""
+
+    x: str
+    width: int
+    limit: float
+
+    WRITES = ("x",)
+
+
+@dataclass(frozen=True)
 class RowMean(Operation):
     """out = the mean of `count` parts of x, side by side, each as wide as out (Gemma 3: neighbouring patches)."""
 

@@ -216,6 +216,7 @@ class Attention(Operation):
     span     -1, causal: slots 0 ... its own, with a `window` above 0 the last that many; else which kind of `Rows.spans`
     cache    index of the layer in `Graph.cache`;  ahead: ranges of a span are causal, with this `window`, but of pictures
     sinks    array [heads]: scores whose shares go nowhere (gpt-oss);  cap: scores z become cap tanh(z / cap) (Gemma 2)
+    slopes   of each head, or none: then slope * (slot of the key - the last that the row sees) is added to a score (ALiBi)
 
     Queries are x[:, q_offset : q_offset + heads * head_dim]; query head h reads key/value head h // (heads / kv_heads).
     Where all scores of a query are -1e30 or less, its result is NaN.
@@ -234,6 +235,7 @@ class Attention(Operation):
     sinks: ArrayRef | None = None
     cap: float | None = None
     ahead: bool = False
+    slopes: tuple[float, ...] = ()
 
 
 Function = Literal["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "relu2"]

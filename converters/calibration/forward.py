@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.kept_keys import KeptRows, KeysValues
-from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer
+from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, Norm
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.slabs import Tensors
-from edgeq.converters.families import EMBEDDING, LAYER_ROWS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM, Family
+from edgeq.converters.families import EMBEDDING, EMBEDDING_NORM, LAYER_ROWS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM, Family
 from edgeq.network.config import ModelConfig
 from edgeq.network.rope import Rope, frequencies, rotation
 from edgeq.network.stack import Stack
@@ -301,7 +301,14 @@ def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:
     """Embeddings float32 [..., hidden] of tokens; only the rows of the table that occur are read."""
     unique, inverse = torch.unique(tokens, return_inverse=True)
     rows = [torch.from_numpy(tensors.rows(EMBEDDING, int(i), int(i) + 1)) for i in unique]
-    return torch.cat(rows)[inverse] * config.embedding_multiplier
+    x = torch.cat(rows)[inverse] * config.embedding_multiplier
+    if not config.embedding_norm:
+        return x
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    norm.load_state_dict({kind: torch.from_numpy(tensors.whole(f"{EMBEDDING_NORM}.{kind}")) for kind in norm.state_dict()})
+    with torch.no_grad():
+        normed: Tensor = norm(x)
+    return normed
 
 
 def visible(length: int, window: int, bidirectional: bool = False, ends: Tensor | None = None) -> Tensor:

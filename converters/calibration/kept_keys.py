@@ -1,4 +1,4 @@
-"""Keys and values of one layer that others read, in the calibration's passes through a model."""
+"""What attention of the calibration's passes has beside its own keys and values: those of another layer, sinks, slopes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class KeysValues:
@@ -37,3 +38,23 @@ class KeptRows(NamedTuple):
 
     whole: KeysValues
     places: Tensor
+
+
+def sloped(slopes: tuple[float, ...], queries: Tensor, keys: int) -> Tensor:
+    """What slopes of heads add to the scores of `queries`, int64 [n], places among so many keys: [heads, n, keys]."""
+    distances = torch.arange(keys, device=queries.device) - queries[:, None]
+    return torch.tensor(slopes, device=queries.device).view(-1, 1, 1) * distances
+
+
+def with_sinks(sinks: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and a mask of scores with one more of each, zeros: its score of a head is the head's sink."""
+    rows, _, tokens, _ = keys.shape
+    seen = keys.new_zeros(rows, 1, tokens, tokens) if mask is None else added_to_scores(mask)
+    scores = sinks.view(1, -1, 1, 1).expand(len(seen), -1, tokens, 1)
+    added = torch.cat((seen.expand(-1, len(sinks), -1, -1), scores), -1)
+    return functional.pad(keys, (0, 0, 0, 1)), functional.pad(values, (0, 0, 0, 1)), added
+
+
+def added_to_scores(mask: Tensor) -> Tensor:
+    """A mask, True or a number where a key is visible, as numbers that are added to scores."""
+    return torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.converters.calibration.kept_keys import KeptRows
+from edgeq.converters.calibration.kept_keys import KeptRows, added_to_scores, sloped, with_sinks
 from edgeq.converters.calibration.torch_states import Gain, TorchDeltaNet, TorchShortConv, TorchStateSpace
 from edgeq.network.stack import Stack
 
@@ -58,7 +58,8 @@ class TorchAttention(nn.Module):
         self.k_norm = Norm(config, of_keys) if config.qk_norm and not shared else None
         self.norm_kind, self.value_eps = config.qk_norm_kind, config.rms_norm_eps if config.value_norm else None
         self.sinks = Gain(config.num_attention_heads) if config.attention_sinks else None
-        self.cap = config.attn_logit_softcapping
+        self.cap, self.limit = config.attn_logit_softcapping, config.clip_qkv
+        self.slopes = config.slopes(index)
 
     def forward(
         self,
@@ -70,8 +71,12 @@ class TorchAttention(nn.Module):
     ) -> Tensor:
         """hidden_states [rows, tokens, hidden]; position_embeddings None: no rotation; mask True: a visible key, None: all."""
         queries, keys, values = self._heads(hidden_states, position_embeddings, kept, before)
+        if self.slopes:
+            tokens = keys.shape[2]
+            biases = sloped(self.slopes, torch.arange(tokens, device=keys.device), tokens)
+            attention_mask = biases if attention_mask is None else biases + added_to_scores(attention_mask)
         if self.sinks is not None:
-            keys, values, attention_mask = self._with_sinks(self.sinks.weight, keys, values, attention_mask)
+            keys, values, attention_mask = with_sinks(self.sinks.weight, keys, values, attention_mask)
         if self.cap is None:
             attended = functional.scaled_dot_product_attention(
                 queries, keys, values, attention_mask, scale=self.scale, enable_gqa=True
@@ -116,6 +121,8 @@ class TorchAttention(nn.Module):
                 some = slice(int(span[0]), int(span[-1]) + 1)
                 # [kv_heads, heads of one, some of the queries, tokens]
                 scores = self._capped_scores(q[:, some].unflatten(0, (len(k), -1)) @ k[:, None].mT * self.scale)
+                if self.slopes:
+                    scores += sloped(self.slopes, span.to(scores.device), tokens).unflatten(0, (len(k), -1))
                 if attention_mask is not None:
                     scores.masked_fill_(~attention_mask[0, :, some], -torch.inf)
                 if self.sinks is not None:
@@ -125,25 +132,17 @@ class TorchAttention(nn.Module):
                 total += scores.softmax(-1).square_().sum((0, 1, 2)) / heads
         return found[:, seen - tokens :]
 
-    def _with_sinks(self, sinks: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and a mask of scores with one more of each, zeros: its score of a head is the head's sink."""
-        rows, _, tokens, _ = keys.shape
-        seen = keys.new_zeros(rows, 1, tokens, tokens) if mask is None else torch.where(mask, 0.0, -torch.inf)
-        scores = sinks.view(1, -1, 1, 1).expand(len(seen), -1, tokens, 1)
-        added = torch.cat((seen.expand(-1, len(sinks), -1, -1), scores), -1)
-        return functional.pad(keys, (0, 0, 0, 1)), functional.pad(values, (0, 0, 0, 1)), added
-
     def _heads(
         self, hidden_states: Tensor, position_embeddings: Angles | None, kept: KeptRows | None, before: KeptRows | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [rows, heads, tokens, head_dim]."""
-        queries = self._prepared(self.q_proj(hidden_states), self.q_norm, position_embeddings)
+        queries = self._prepared(self._limited(self.q_proj(hidden_states)), self.q_norm, position_embeddings)
         if self.k_proj is None:
             assert kept is not None
             return queries, *kept.whole.taken(kept.places, queries.device)
-        projected = self.k_proj(hidden_states)
+        projected = self._limited(self.k_proj(hidden_states))
         keys = self._prepared(projected, self.k_norm, position_embeddings)
-        values = self._by_heads(projected if self.v_proj is None else self.v_proj(hidden_states))
+        values = self._by_heads(projected if self.v_proj is None else self._limited(self.v_proj(hidden_states)))
         if self.value_eps is not None:
             values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.value_eps)
         if kept is not None:
@@ -152,6 +151,9 @@ class TorchAttention(nn.Module):
             earlier = before.whole.taken(before.places, keys.device)
             keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
         return queries, keys, values
+
+    def _limited(self, x: Tensor) -> Tensor:
+        return x if self.limit is None else x.clamp(-self.limit, self.limit)
 
     def _by_heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -6,6 +6,7 @@ the files of this folder and its rooms have the names in the checkpoint.
 
 from edgeq.converters.families.family import (
     EMBEDDING,
+    EMBEDDING_NORM,
     HEAD,
     LAYER_ROWS,
     LINEARS,
@@ -24,6 +25,7 @@ from edgeq.converters.families.table import FAMILIES, recognise
 
 __all__ = [
     "EMBEDDING",
+    "EMBEDDING_NORM",
     "FAMILIES",
     "HEAD",
     "LAYER_ROWS",

@@ -19,6 +19,7 @@ from edgeq.format.manifest import (
     dense_shapes,
     draft_input,
     draft_output,
+    embedding_norm_shapes,
     layer_contents,
     layer_prefix,
     patch_contents,
@@ -38,6 +39,7 @@ Values = Mapping[str, Any]
 EMBEDDING, POSITIONS = "model.embed_tokens.weight", "model.embed_positions.weight"
 LAYER_ROWS, ROW_CONTEXT = "model.layer_rows.weight", "model.row_context.weight"
 ROW_CONTEXT_NORM = "model.row_context_norm.weight"
+EMBEDDING_NORM = "model.embedding_norm"
 NORM, NORM_BIAS, HEAD = "model.norm.weight", "model.norm.bias", "lm_head.weight"
 # Part of a decoder layer -> its module (torch_decoder.py).
 LINEARS = {
@@ -99,6 +101,11 @@ def dense_tensor(name: str) -> str:
     layer, _, beside = name.partition("_")
     kinds = {"": "weight", "bias": "bias", "norm": "norm.weight"}
     return f"{layer}.{kinds[beside]}"
+
+
+def embedding_norm_tensor(name: str) -> str:
+    """The tensor of an array of `embedding_norm_shapes`."""
+    return f"model.{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}"
 
 
 def linear_module(part: str) -> str:
@@ -339,6 +346,8 @@ class Family:
         if tables := table_shapes(config):
             shapes |= {LAYER_ROWS: tables["layer_rows"], ROW_CONTEXT: tables["row_context"]}
             shapes[ROW_CONTEXT_NORM] = (config.hidden_size_per_layer_input,)
+        for name, shape in embedding_norm_shapes(config).items():
+            shapes[embedding_norm_tensor(name)] = shape
         for name, shape in dense_shapes(config).items():
             shapes[dense_tensor(name)] = shape
         if not config.tie_word_embeddings and config.pooling is None:
@@ -349,11 +358,11 @@ class Family:
 
     @property
     def mappings(self) -> list[ScaleMapping]:
-        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA), and where no
-        other layer reads the values too, as an expert's reads its decoder's."""
+        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA), and no limit, and
+        where no other layer reads the values too, as an expert's reads its decoder's."""
         config = self.config
         policy = isinstance(config, PolicyStack) or (isinstance(config, ModelConfig) and config.policy is not None)
-        multi_head = config.kv_size == config.query_size and config.alike and not policy
+        multi_head = config.kv_size == config.query_size and config.alike and config.clip_qkv is None and not policy
         return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]
 
     def awq_mappings(self, layer: int) -> list[ScaleMapping]:

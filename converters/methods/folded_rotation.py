@@ -95,6 +95,10 @@ def unrotatable(family: Family, config: ModelConfig) -> str | None:
         return "norms after attention and MLP, whose gains stand between the last linear layer and the residual stream"
     if config.attention_sinks or config.swiglu_limit is not None:
         return "attention sinks or experts with biases and a clamped SwiGLU"
+    if config.embedding_norm:
+        return "a norm of token embeddings"
+    if config.clip_qkv is not None:
+        return "limits of queries, keys and values (clip_qkv)"
     if config.layer_norm:
         return "LayerNorm with a bias"
     if config.parallel:

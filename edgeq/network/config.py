@@ -259,6 +259,7 @@ class ModelConfig(Stack):
     policy                  the expert beside it makes actions of what it reads; None: it continues texts (π0)
     whole_pictures          tokens of a picture see all of it, those after them too; a sliding window bounds what is before them
                             (Gemma 3)
+    embedding_norm          token embeddings go through a norm before the first layer (BLOOM)
     draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
     """
 
@@ -276,12 +277,12 @@ class ModelConfig(Stack):
     draft_layers: int = 0
     bidirectional_prompt: bool = False
     policy: PolicyStack | None = None
+    embedding_norm: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag("bidirectional", self.bidirectional)
-        check_flag("bidirectional_prompt", self.bidirectional_prompt)
-        check_flag("whole_pictures", self.whole_pictures)
+        for name in ("bidirectional", "bidirectional_prompt", "whole_pictures", "embedding_norm"):
+            check_flag(name, getattr(self, name))
         if self.whole_pictures and (self.vision is None or self.rope.axes > 1):
             raise UnsupportedError("whole_pictures without a vision tower, or with several rotary axes, is not supported")
         learned = self.rope.kind == "learned" and self.bidirectional

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from edgeq.errors import UnsupportedError
+from edgeq.network.rope import UNROTATED
 from edgeq.network.stack import Stack
 
 OWN = {"num_hidden_layers": 1, "sliding_windows": (), "layers_without_rope": (), "delta_net": None}
@@ -27,7 +28,7 @@ class DraftStack(Stack):
     @staticmethod
     def check_beside(decoder: Stack, *others: Any) -> None:
         """UnsupportedError: a decoder beside which it is not run; `others`: true if it has what no Stack says."""
-        plain = decoder.alike and decoder.pre_norms and decoder.rope.kind != "learned"
+        plain = decoder.alike and decoder.pre_norms and decoder.rope.kind not in UNROTATED
         other = (
             *(decoder.layer_norm, decoder.post_norms, decoder.parallel, decoder.normed_residual != "none", *others),
             *(decoder.conv_layers, decoder.ssd, decoder.attention_sinks, decoder.layer_scalars, any(decoder.sliding_windows)),

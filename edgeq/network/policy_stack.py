@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.json_records import check_integer, check_positive, list_of
+from edgeq.network.rope import UNROTATED
 from edgeq.network.stack import Stack
 from edgeq.network.stack_json import read_stack
 
@@ -100,7 +101,7 @@ class PolicyStack(Stack):
                 raise UnsupportedError(
                     f"policy: {name} is {getattr(self, name)}, the decoder's {getattr(decoder, name)}; they must be the same"
                 )
-        plain = self.alike and self.pre_norms and self.rope.kind != "learned" and not self.state_layers
+        plain = self.alike and self.pre_norms and self.rope.kind not in UNROTATED and not self.state_layers
         other = (*self.sliding_windows, *decoder.sliding_windows, self.num_experts, self.hidden_size_per_layer_input)
         if not plain or any(other) or self.layer_norm or self.post_norms or self.parallel or self.normed_residual != "none":
             raise UnsupportedError("a policy is supported with layers of attention and an MLP, without sliding windows")

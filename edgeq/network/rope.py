@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864): the record, its frequencies, and the positions of pictures."""
+"""How attention knows positions: rotations (Su et al. 2021, arXiv 2104.09864), their frequencies, and the positions of
+pictures; or slopes of scores (Press et al. 2022, arXiv 2108.12409)."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from numpy.typing import NDArray
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.json_records import check_flag, check_integer, check_positive, known, list_of
 
-ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial", "yarn", "proportional")
+ROPE_KINDS = ("default", "linear", "llama3", "longrope", "learned", "axial", "yarn", "proportional", "alibi")
+UNROTATED = ("learned", "alibi")
+"""Kinds that leave queries and keys as they are, in all layers."""
 IN_SECTIONS = ("default", "axial")
 """Kinds whose pairs can belong to several axes."""
 MAX_AXES = 3
 MAX_HEAD = 1024
-NEWER_FIELDS = ("sections", "interleaved", "beta_fast", "beta_slow", "truncate")
+NEWER_FIELDS = ("sections", "interleaved", "beta_fast", "beta_slow", "truncate", "alibi_bias_max")
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes."""
 
 
@@ -34,12 +37,14 @@ class Rope:
             columns of a picture have in a tower); "yarn" (Peng et al. 2023, arXiv 2309.00071: frequencies of more than
             beta_fast turns in the original context stay, those of less than beta_slow are divided by factor, between them the
             two are mixed linearly in the index of the pair; cosines and sines times attention_factor); "proportional" (Gemma 4:
-            the whole head is pairs, of which the first partial_rotary_factor of all turn, and the others stay)
+            the whole head is pairs, of which the first partial_rotary_factor of all turn, and the others stay); "alibi" (none:
+            scores grow with the positions of keys, see `alibi_slopes`)
     sections      pairs that each of several axes rotates; in "default" time, height and width share one spectrum (M-RoPE, Wang
                   et al. 2024, arXiv 2409.12191); empty: one axis rotates all
     interleaved   of "default": pairs i with i % 3 = 1 and 2 belong to height and width, as many as their sections say, and all
                   others to time (Qwen3-VL); else the sections follow one another
     truncate      of "yarn": the indices between which frequencies are mixed are rounded, down and up
+    alibi_bias_max   of "alibi": slopes begin below 1 and end at 2^-alibi_bias_max, all times attention_factor
 
     The first head_dim * partial_rotary_factor channels of a head are rotated, but in "proportional".
     """
@@ -59,6 +64,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    alibi_bias_max: float = 8.0
 
     @property
     def axes(self) -> int:
@@ -73,6 +79,10 @@ class Rope:
         """UnsupportedError: the kind; FormatError: a number that is out of range or does not fit `head_dim`."""
         if self.kind not in ROPE_KINDS:
             raise UnsupportedError(f"rope kind {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+        if self.kind in UNROTATED and name != "rope":
+            raise UnsupportedError(
+                f"config {name} of kind {self.kind!r} is not supported; supported: a rope of that kind, of all layers"
+            )
         lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
         apart = ("kind", "sections", "interleaved", "truncate", *lists)
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
@@ -145,6 +155,19 @@ def rotation(rope: Rope, head_dim: int, context: int = 0) -> Rotation:
         for i in range(rope.sections[axis]):
             axes[3 * i + axis] = axis
     return Rotation(found, tuple(axes))
+
+
+def alibi_slopes(rope: Rope, heads: int) -> tuple[float, ...]:
+    """By how much the scores of each head grow from a key to the next one, after they are scaled (Press et al. 2022, arXiv
+    2108.12409).
+
+    Of n heads, a power of two, head h from 1 on has 2^(-h m / n), m = alibi_bias_max.  Else the first p heads, the largest
+    power of two below their number, have those of p, and the others every second one of 2 p, from the first on.  What a
+    token's score has in common for all keys leaves no trace in the softmax, so positions may be counted from anywhere.
+    """
+    power = 1 << heads.bit_length() - 1
+    exponents = [(h + 1) / power for h in range(power)] + [(2 * h + 1) / (2 * power) for h in range(heads - power)]
+    return tuple(rope.attention_factor * 2 ** (-rope.alibi_bias_max * each) for each in exponents)
 
 
 def frequencies(rope: Rope, head_dim: int, context: int = 0) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from edgeq.network.activations import GATED, check_activation
 from edgeq.network.delta_net import MAX_TAPS, DeltaNet
 from edgeq.network.head_shape import HeadShape
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
-from edgeq.network.rope import Rope
+from edgeq.network.rope import UNROTATED, Rope, alibi_slopes
 from edgeq.network.ssd import StateSpace
 
 # Above every published model, below what would overflow or exhaust memory before a check.
@@ -65,6 +65,7 @@ class Stack:
                             layers are an MLP alone (Nemotron-H); None: there are none
     attention_gate          what attention gives is multiplied by the sigmoid of a gate, channel by channel (Qwen3.5)
     attention_sinks         each head has a score of its own in every softmax, whose share goes nowhere (gpt-oss)
+    clip_qkv                queries, keys and values are limited to +- it before anything else; None: they are not (MPT)
     query_pre_attn_scalar   scores are divided by its square root; None: by that of head_dim (Gemma 3)
     attn_logit_softcapping   scores z become it * tanh(z / it); None: they stay (Gemma 2)
     global_head_dim, num_global_key_value_heads   of layers without a sliding window, in place of head_dim and
@@ -134,6 +135,7 @@ class Stack:
     ssd: StateSpace | None = None
     shared_expert_gate: bool = True
     attn_logit_softcapping: float | None = None
+    clip_qkv: float | None = None
 
     prefix: ClassVar[str] = ""
 
@@ -161,12 +163,11 @@ class Stack:
         if self.local_rope is not None:
             self.local_rope.check(self.head_dim, "local_rope")
         check_positive("rms_norm_eps", self.rms_norm_eps)
-        if self.query_pre_attn_scalar is not None:
-            check_positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
-        if self.attn_logit_softcapping is not None:
-            check_positive("attn_logit_softcapping", self.attn_logit_softcapping)
-            if self.attention_sinks:
-                raise UnsupportedError("attn_logit_softcapping beside attention_sinks is not supported")
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "clip_qkv"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        if self.attn_logit_softcapping is not None and (self.attention_sinks or self.rope.kind == "alibi"):
+            raise UnsupportedError("attn_logit_softcapping beside attention_sinks or an alibi rope is not supported")
         self._check_experts()
         self._check_norms()
         if len(self.sliding_windows) not in (0, self.num_hidden_layers):
@@ -220,10 +221,10 @@ class Stack:
                 "value_norm are not supported"
             )
         other = self.parallel or self.state_layers or self.attention_gate or self.qk_norm_kind != "heads"
-        if several and other:
+        if several and (other or self.clip_qkv is not None):
             raise UnsupportedError(
                 "heads of several shapes, value_norm, shared layers or hidden_size_per_layer_input beside parallel_blocks, "
-                "conv_layers, delta_net, ssd, attention_gate or a qk_norm_kind are not supported"
+                "conv_layers, delta_net, ssd, attention_gate, clip_qkv or a qk_norm_kind are not supported"
             )
 
     def _check_states(self) -> None:
@@ -326,9 +327,14 @@ class Stack:
 
     def layer_rope(self, layer: int) -> Rope | None:
         """How this layer rotates its queries and keys; None: not at all."""
-        if self.rope.kind == "learned" or layer in self.layers_without_rope:
+        if self.rope.kind in UNROTATED or layer in self.layers_without_rope:
             return None
         return self.local_rope if self.local_rope is not None and self.window(layer) else self.rope
+
+    def slopes(self, layer: int) -> tuple[float, ...]:
+        """By how much the scores of each head of this layer grow from a key to the next one; empty: they do not."""
+        biased = self.rope.kind == "alibi" and layer not in self.layers_without_rope
+        return alibi_slopes(self.rope, self.num_attention_heads) if biased else ()
 
     @property
     def query_size(self) -> int:

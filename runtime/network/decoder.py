@@ -18,6 +18,7 @@ from edgeq.targets.family_operations import (
     ArrayScale,
     Gate,
     GatedAdd,
+    Limit,
     ScaleAdd,
     ShareScale,
     SoftCap,
@@ -179,11 +180,13 @@ def expert_widths(config: Stack) -> dict[str, int]:
 
 
 def embedding(metadata: Metadata) -> Iterator[Operation]:
-    """x = table[token] * multiplier (+ positions[position]), or the feature of a picture that a row brings."""
+    """x = norm(table[token] * multiplier) (+ positions[position]), or the feature of a picture that a row brings."""
     config, arrays, linears = metadata.config, metadata.arrays, metadata.linears
     yield Embed(-1, linears["head"] if config.tie_word_embeddings else linears.get("embedding") or arrays["embedding"], "x")
     if config.embedding_multiplier != 1:
         yield Scale(-1, "x", config.embedding_multiplier, "x")
+    if config.embedding_norm:
+        yield norm(metadata, config, -1, "x", "embedding_norm", "x")
     if config.vision is not None:
         yield InjectVectors(-1, "x")
     if config.hidden_size_per_layer_input:
@@ -245,6 +248,8 @@ def attention_block(
     if config.parallel_blocks == "two_norms":
         yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config, layer))
     yield from projection(metadata, config, layer, normed, f"{p}q" if shared else f"{p}qkv", qkv)
+    if config.clip_qkv is not None:
+        yield Limit(layer, qkv, v + shape.kv_size, config.clip_qkv)
     if config.value_norm and not shared:
         values = k if config.keys_are_values(layer) else v
         yield ValueNorm(layer, qkv, values, v, kv_heads, head_dim, config.rms_norm_eps)
@@ -269,7 +274,8 @@ def attention_block(
         yield Select(layer, ("x", qkv, *((mlp_input(config, layer),) if config.parallel else ()), *rows))
     scale, window = config.attention_scale(layer), config.window(layer) if span < 0 or ahead else 0
     sinks, cap = arrays.get(f"{p}sinks"), config.attn_logit_softcapping
-    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, scale, window, cache, span, sinks, cap, ahead)
+    scores = scale, window, cache, span, sinks, cap, ahead, config.slopes(layer)
+    yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, *scores)
     if config.attention_gate:
         yield Gate(layer, attended, qkv, v + shape.kv_size, shape.query_size)
     yield from residual(metadata, config, layer, attended, f"{p}o", f"{p}post_attention_norm")

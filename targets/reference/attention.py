@@ -162,6 +162,9 @@ def attention(context: RunContext, op: Attention, rows: Rows, state: State) -> N
         scores = np.matmul(q, keys.transpose(0, 2, 1)) * np.float32(op.scale)  # [kv_heads, heads / kv_heads, positions]
         if op.cap is not None:
             scores = np.tanh(scores / np.float32(op.cap)) * np.float32(op.cap)
+        if op.slopes:
+            slopes = np.array(op.slopes, np.float32).reshape(op.kv_heads, -1, 1)
+            scores += slopes * np.arange(first + 1 - end, 1, dtype=np.float32)
         if op.sinks is not None:
             sinks = np.broadcast_to(context.array(op.sinks).reshape(op.kv_heads, -1, 1), (*scores.shape[:2], 1))
             scores = np.concatenate([scores, sinks], axis=2)

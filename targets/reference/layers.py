@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets.family_operations import ArrayScale, Gate, GatedAdd, GatedNorm, RowMean, ScaleAdd, ShareScale, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Gate, GatedAdd, GatedNorm, Limit, RowMean, ScaleAdd, ShareScale, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -180,6 +180,11 @@ def share_scale(context: RunContext, op: ShareScale, rows: Rows, state: State) -
 
 def soft_cap(context: RunContext, op: SoftCap, rows: Rows, state: State) -> None:
     state[op.x] = np.float32(op.cap) * np.tanh(state[op.x] / np.float32(op.cap))
+
+
+def limit(context: RunContext, op: Limit, rows: Rows, state: State) -> None:
+    x = state[op.x][:, : op.width]
+    x[:] = x.clip(-np.float32(op.limit), np.float32(op.limit))
 
 
 def embed(context: RunContext, op: Embed, rows: Rows, state: State) -> None:

@@ -22,6 +22,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedAdd,
     GatedNorm,
+    Limit,
     RowBefore,
     RowMean,
     ScaleAdd,
@@ -207,5 +208,6 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     ScaleAdd: layers.scale_add,
     ShareScale: layers.share_scale,
     SoftCap: layers.soft_cap,
+    Limit: layers.limit,
     RowMean: layers.row_mean,
 }

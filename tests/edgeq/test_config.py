@@ -127,6 +127,7 @@ GEMMA_4 = replace(
 BESIDE = replace(
     GEMMA, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48, experts_beside_mlp=True, value_norm=True
 )
+BLOOM = replace(PLAIN, layer_norm=True, rope=Rope(1.0, "alibi", alibi_bias_max=6.0), embedding_norm=True, clip_qkv=4.0)
 OPT = replace(PLAIN, hidden_act="relu", layer_norm=True, rope=Rope(1.0, "learned"))
 EMBEDS = replace(PLAIN, tie_word_embeddings=False, pooling=Pooling("mean", normalize=True))
 EXPERTS = replace(PLAIN, num_experts=3, num_experts_per_tok=2, shared_expert_intermediate_size=48)
@@ -158,6 +159,7 @@ WRITTEN = [
     TILED,
     TAPPED,
     AVERAGED,
+    BLOOM,
 ]
 
 
@@ -225,17 +227,44 @@ def test_a_key_for_few_files_is_not_in_the_others() -> None:
     assert not {"pre_norms", "parallel_blocks", "qk_norm_kind"} & set(json.loads(PLAIN.to_json()))
     assert json.loads(OLMO.to_json())["pre_norms"] is False and json.loads(OLMO.to_json())["qk_norm_kind"] == "whole"
     assert json.loads(COHERE.to_json())["parallel_blocks"] == "one_norm"
+    assert not {"clip_qkv", "embedding_norm"} & set(json.loads(PLAIN.to_json()))
+    assert "alibi_bias_max" not in json.loads(PLAIN.to_json())["rope"]
+    assert json.loads(BLOOM.to_json())["rope"]["alibi_bias_max"] == 6.0 and json.loads(BLOOM.to_json())["clip_qkv"] == 4.0
     assert "pooling" not in json.loads(PLAIN.to_json())
     assert json.loads(EMBEDS.to_json())["pooling"] == {"kind": "mean", "normalize": True}
 
 
 def test_layers_rotate_by_kind_and_by_list() -> None:
     assert [SMOLLM.layer_rope(0), SMOLLM.layer_rope(1)] == [PLAIN.rope, None]
+    assert BLOOM.layer_rope(0) is None and len(BLOOM.slopes(1)) == BLOOM.num_attention_heads and PLAIN.slopes(0) == ()
+    assert replace(BLOOM, layers_without_rope=(1,)).slopes(1) == ()
     assert OPT.layer_rope(0) is None and GEMMA.layer_rope(0) == GEMMA.local_rope and GEMMA.layer_rope(1) == GEMMA.rope
 
 
 NET, SSD = json.loads(DELTA.to_json())["delta_net"], json.loads(STATE_SPACE.to_json())["ssd"]
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "slopes that end nowhere": (
+        {"rope": {"theta": 1.0, "kind": "alibi", "alibi_bias_max": -8}},
+        FormatError,
+        "rope.alibi_bias_max is -8; expected a positive number",
+    ),
+    "slopes in some layers": (
+        {"local_rope": {"theta": 1.0, "kind": "alibi"}},
+        UnsupportedError,
+        "local_rope of kind 'alibi' is not supported",
+    ),
+    "slopes after a cap": (
+        {"rope": {"theta": 1.0, "kind": "alibi"}, "attn_logit_softcapping": 5.0},
+        UnsupportedError,
+        "attn_logit_softcapping beside attention_sinks or an alibi rope",
+    ),
+    "slopes of a layer that drafts": (
+        {"rope": {"theta": 1.0, "kind": "alibi"}, "draft_layers": 1},
+        UnsupportedError,
+        "draft_layers are supported with .* rotary positions",
+    ),
+    "no limit": ({"clip_qkv": 0}, FormatError, "clip_qkv is 0; expected a positive number"),
+    "an embedding normed by a number": ({"embedding_norm": 1}, FormatError, "embedding_norm is 1; expected true or false"),
     "pooling and a tied head": ({"pooling": {"kind": "last", "normalize": True}}, FormatError, "no head to tie"),
     "pooling as text": ({"pooling": "last"}, FormatError, "config pooling is not a JSON object"),
     "half a pooling": ({"pooling": {"kind": "last"}}, FormatError, "config pooling lacks normalize"),

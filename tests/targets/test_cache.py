@@ -40,6 +40,7 @@ class Heads:
     window: int = 0
     sinks: tuple[float, ...] = ()
     cap: float | None = None
+    slopes: tuple[float, ...] = ()
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -56,7 +57,7 @@ class Heads:
         """Attention over what `changes` make of x, the result as logits."""
         q, k = self.widths
         sinks = arrays.add(np.array(self.sinks, np.float32), "f32") if self.sinks else None
-        scale, more = self.dim**-0.5, {"sinks": sinks, "cap": self.cap}
+        scale, more = self.dim**-0.5, {"sinks": sinks, "cap": self.cap, "slopes": self.slopes}
         operations = (
             Embed(-1, arrays.add(x.astype(np.float32), "f32"), "x"),
             *changes,
@@ -405,5 +406,28 @@ def test_scores_are_capped_before_the_softmax(cap: float, kv: KvCodec) -> None:
             scores = keys[first : row + 1, head // 3] @ x[row, 64 * head : 64 * head + 64].astype(np.float64) / 8
             assert (np.abs(scores).max() > 2 * cap) == (cap < 1)
             weights = np.exp(cap * np.tanh(scores / cap))
+            wanted = weights @ values[first : row + 1, head // 3] / weights.sum()
+            assert np.abs(y[row, 64 * head : 64 * head + 64] - wanted).max() < 2e-4, (row, head)
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("window", [0, 30])
+def test_scores_grow_with_the_slots_of_keys(isa, kv, window):
+    """By the slope of each head, of either sign; rows one by one have the bits of all at once."""
+    shape, arrays = Heads(heads=6, window=window, slopes=(0.5, 0.25, 1e-3, -0.05, 3.0, 0.0)), Arrays()
+    positions, (q, k) = 150, shape.widths
+    x = shape.numbers(positions)
+    graph = shape.graph(arrays, x)
+    oracle, y = run("reference", graph, arrays, positions, kv), run("cpu", graph, arrays, positions, kv, isa=isa)
+    assert np.abs(y - oracle).max() < 2e-4
+    assert np.array_equal(run("cpu", graph, arrays, positions, kv, [7, 1, 64, 78], isa), y)
+    if kv == F16:
+        keys, values = (cached(x[:, at : at + k].reshape(-1, 2, 64), kv, keys) for at, keys in ((q, True), (q + k, False)))
+        for row, head in ((0, 1), (50, 0), (63, 3), (64, 4), (149, 1), (149, 2), (149, 5)):
+            first = max(0, row + 1 - window) if window else 0
+            scores = keys[first : row + 1, head // 3] @ x[row, 64 * head : 64 * head + 64].astype(np.float64) / 8
+            scores += shape.slopes[head] * (np.arange(first, row + 1) - row)
+            weights = np.exp(scores - scores.max())
             wanted = weights @ values[first : row + 1, head // 3] / weights.sum()
             assert np.abs(y[row, 64 * head : 64 * head + 64] - wanted).max() < 2e-4, (row, head)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.targets.family_operations import ArrayScale, Gate, RowMean, ScaleAdd, ShareScale, SoftCap, ValueNorm
+from edgeq.targets.family_operations import ArrayScale, Gate, Limit, RowMean, ScaleAdd, ShareScale, SoftCap, ValueNorm
 from edgeq.targets.graph import Activate, Attention, CacheWrite, LayerNorm, NormAdd, PositionAdd, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
@@ -131,6 +131,19 @@ def test_values_are_normed_without_a_gain(dim, apart):
     wanted[:, begin // dim : begin // dim + heads] = normed
     for found in (oracle, y):
         assert np.abs(found - wanted.reshape(ROWS, -1)).max() < 1e-5
+
+
+@pytest.mark.parametrize(("width", "limited"), [(16, 16), (40, 24), (500, 490)])
+def test_a_limit_leaves_what_is_within_it_and_what_is_beside_it(width, limited):
+    x, arrays = np.random.default_rng(width).standard_normal((ROWS, width)).astype(np.float32) * 3, Arrays()
+    x[0, :4] = -np.inf, np.inf, -1e30, 1e30
+    x[1, 3] = np.nan
+    wanted = np.concatenate([x[:, :limited].clip(-2.5, 2.5), x[:, limited:]], axis=1)
+    graph = shown(arrays, x, [Limit(0, "x", limited, 2.5)], "x", {"x": width, "_dim": 2})
+    for found in both(graph, arrays, ROWS, [2, 3]):
+        # What shows the buffer multiplies it by a matrix.
+        assert np.isnan(found).all(axis=1).tolist() == [False, True, False, False, False]
+        assert np.array_equal(np.delete(found, 1, 0), np.delete(wanted, 1, 0))
 
 
 @pytest.mark.parametrize("width", [16, 40, 500])

@@ -136,7 +136,8 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
     code = kv_layout.KV_CODES[kv.kind]
     # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
     tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
-    function = kernel(attention.attend, code, tile, tile, int(o.span >= 0))
+    # One that has no slopes is the same as it was before others had some.
+    function = kernel(attention.attend, code, tile, tile, int(o.span >= 0), *((1,) if o.slopes else ()))
     unit = _bf16_unit(context, o)
     if unit is not None:
         function = kernel(attention_bf16.attend_bf16, o.head_dim, unit)
@@ -151,6 +152,7 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
         window=o.window, spans=context.spans(o.span), span_stride=context.span_stride,
         scale=o.scale, sinks=context.memory.floats(o.sinks) if o.sinks else 0, cap=o.cap or 0.0,
         scratch=states, state_bytes=state_bytes,
+        slopes=context.memory.copied(np.array(o.slopes, np.float32)) if o.slopes else 0,
     )  # fmt: skip
     context.emit(function, args, parts=o.kv_heads, parts_a_thread=FINER * PARTS_A_THREAD)
     context.invalidate(o.out)
@@ -163,6 +165,7 @@ def _bf16_unit(context: Context, o: op.Attention) -> int | None:
         or o.ahead
         or o.sinks
         or o.cap
+        or o.slopes
         or context.options.kv.kind != "f16"
         or context.mode(o) == "a16"
         or not bf16_panel.COMPILES

@@ -23,6 +23,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedAdd,
     GatedNorm,
+    Limit,
     RowBefore,
     RowMean,
     ScaleAdd,
@@ -126,5 +127,6 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     ScaleAdd: layers.scale,
     ShareScale: experts.share_scale,
     SoftCap: layers.soft_cap,
+    Limit: layers.limit,
     RowMean: layers.row_mean,
 }

@@ -12,7 +12,7 @@ from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
-from edgeq.targets.family_operations import ArrayScale, RowMean, ScaleAdd, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Limit, RowMean, ScaleAdd, SoftCap
 
 
 def embed(context: Context, o: op.Embed) -> None:
@@ -116,6 +116,13 @@ def soft_cap(context: Context, o: SoftCap) -> None:
     (x, stride), width = context.place(o.x), context.width(o.x)
     args = norms.SoftCapArgs(x=x, x_stride=stride, width=width, cap=o.cap)
     context.emit(kernel(norms.soft_cap, context.max_tile), args, parts=channel_parts(width))
+    context.invalidate(o.x)
+
+
+def limit(context: Context, o: Limit) -> None:
+    x, stride = context.place(o.x)
+    args = norms.LimitArgs(x=x, x_stride=stride, width=o.width, limit=o.limit)
+    context.emit(kernel(norms.limit, context.max_tile), args, parts=channel_parts(o.width))
     context.invalidate(o.x)
 
 

@@ -126,6 +126,8 @@ def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
     if op.cap is not None:
         refuse("caps of attention scores (attn_logit_softcapping)")
+    if op.slopes:
+        refuse("scores that grow with the positions of keys (ALiBi)")
     kind = "causal" if op.span < 0 else f"span {op.span}"
     stride = -(-op.head_dim // 32) * 32 + 32
     arguments = AttendArguments(

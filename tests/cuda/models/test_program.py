@@ -21,7 +21,7 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.lowering import linear as linear_lowering
 from edgeq.targets.cuda.run import plan, storage
 from edgeq.targets.cuda.run.program import CudaProgram
-from edgeq.targets.family_operations import Gate, RowMean
+from edgeq.targets.family_operations import Gate, Limit, RowMean
 from edgeq.targets.graph import Attention, CacheSpec, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options, Program
@@ -267,6 +267,10 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
         )
     capped = replace(attention, head_dim=16, cap=2.0)
     refused(device, replace(graph, operations=(capped,)), arrays, match="caps of attention scores .*--target cpu")
+    biased = replace(attention, head_dim=16, slopes=(0.5,))
+    refused(device, replace(graph, operations=(biased,)), arrays, match="grow with the positions of keys .*--target cpu")
+    limit = Limit(0, "x", 64, 2.0)
+    refused(device, replace(graph, operations=(limit,)), arrays, match="the operation Limit .*--target cpu")
     mean = RowMean(0, "x", 4, "y")
     refused(device, replace(graph, operations=(mean,)), arrays, match="the operation RowMean .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))

@@ -137,6 +137,7 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
     shared = replace(EXPERTS, shared_expert_intermediate_size=48)
     found: set[str] = set()
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
+    embedded = replace(OPT, embedding_norm=True)
     attention = replace(PLAIN, attention_gate=True, attention_sinks=True)
     untied, normed = replace(PLAIN, tie_word_embeddings=False), replace(GEMMA, layer_norm=True)
     pooled = replace(untied, pooling=pooling.Pooling("mean", True, (pooling.DenseLayer(8, bias=True, norm=True),)))
@@ -147,6 +148,7 @@ def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_oth
         GEMMA,
         normed,
         OPT,
+        embedded,
         shared,
         convolutions,
         DELTA,

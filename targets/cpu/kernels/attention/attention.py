@@ -35,6 +35,7 @@ from edgeq.targets.cpu.kernels.attention.attention_state import (
     VECTOR_BYTES,
     CachePage,
     Head,
+    add_slope,
     cap_scores,
     raise_largest,
     store_query,
@@ -51,6 +52,7 @@ class AttentionArgs(CacheArgs):
     sinks          f32 [heads]: scores whose shares go nowhere, or 0
     cap            scores z become cap tanh(z / cap), or 0: they stay
     scratch        ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread
+    slopes         f32 [heads]: by how much scores grow from a slot to the next, of a kernel that has slopes
     """
 
     q_offset = nbytes()
@@ -64,6 +66,7 @@ class AttentionArgs(CacheArgs):
     cap = float32(0.0)
     scratch = pointer()
     state_bytes = nbytes()
+    slopes = pointer(0)
 
 
 ROWS_PER_UNIT = 4
@@ -106,9 +109,9 @@ def sees(begin, end):
     return end > 0 and begin < POSITIONS
 
 
-def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
+def attend(code: int, tile: int, vectors: int, spans: int, slopes: int = 0) -> Kernel:
     """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for
-    them.  `spans`: rows see the slots that they name; else those up to their own.
+    them.  `spans`: rows see the slots that they name; else those up to their own.  `slopes`: scores grow with the slot (ALiBi).
 
     Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
     """
@@ -177,6 +180,9 @@ def attend(code: int, tile: int, vectors: int, spans: int) -> Kernel:
                             scores_from_codes(head, page, state)
                             if args.cap > 0:
                                 cap_scores(state, args.cap)
+                            if slopes:
+                                slope = get_f32(args.slopes + 4 * (kv_head * shared + q % shared))
+                                add_slope(state, slope, start - slot - q // shared * advance)
                             raise_largest(state, begin, end)
                         else:
                             vstore(state + DECAY, vsplat(1.0))

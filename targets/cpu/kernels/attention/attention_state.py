@@ -9,14 +9,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
 
-from edgeq.targets.cpu.jit.deferred import inline
+from edgeq.targets.cpu.jit.deferred import inline, types
 from edgeq.targets.cpu.jit.simd import (
+    I32,
+    LANES,
+    VF32,
+    VI32,
+    f32x16,
     get_f32,
+    primitive,
     put_f32,
+    splat,
     vadd,
     vdiv,
     vexp,
+    vfma,
     vkeep,
     vload,
     vmax,
@@ -86,6 +95,22 @@ def cap_scores(state, cap):
     for i in range(0, SCORES_BYTES, VECTOR_BYTES):
         grown = vadd(vsplat(1.0), vexp(vmul(vload(state + i), inner)))
         vstore(state + i, vadd(vdiv(outer, grown), less))
+
+
+@primitive(f32x16, types.int64)
+def count_from(b: Any, start: Any) -> Any:
+    """start, start + 1 ... as numbers, below 2^24 exactly."""
+    lanes = ir.Constant(VI32, list(range(LANES)))
+    return b.sitofp(b.add(splat(b, b.trunc(start, I32), VI32), lanes), VF32)
+
+
+@inline
+def add_slope(state, slope, first):
+    """Scores of the slots of a page from `first` on, counted from the last that the query sees, grow by `slope` from one to the
+    next."""
+    factor = vsplat(slope)
+    for i in range(0, SCORES_BYTES, VECTOR_BYTES):
+        vstore(state + i, vfma(factor, count_from(first + i // 4), vload(state + i)))
 
 
 @inline

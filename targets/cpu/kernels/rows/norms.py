@@ -15,6 +15,8 @@ from edgeq.targets.cpu.jit.simd import (
     vfirst,
     vfma,
     vload,
+    vmax,
+    vmin,
     vmul,
     vsplat,
     vstore,
@@ -361,5 +363,28 @@ def soft_cap(max_tile: int) -> Kernel:
             for c in range(first, last, 16):
                 capped = vfma(sigmoid_of_minus(vmul(vload(x + 4 * c), inner)), outer, less)
                 put_up_to(x + 4 * c, capped, last - c)
+
+    return kernel
+
+
+class LimitArgs(Args):
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    limit = float32()
+
+
+def limit(max_tile: int) -> Kernel:
+    """x limited to +- `limit`, in place; NaN stays."""
+
+    def kernel(record, part, parts, thread):
+        args = LimitArgs(record)
+        most, least = vsplat(args.limit), vsplat(-args.limit)
+        begin, end, first, last = share_of(part, parts, get_i64(args.rows), max_tile, args.width)
+        for r in range(begin, end):
+            x = args.x + r * args.x_stride
+            for c in range(first, last, 16):
+                # A comparison with NaN is false: then the second number is taken.
+                put_up_to(x + 4 * c, vmin(most, vmax(least, vload(x + 4 * c))), last - c)
 
     return kernel
