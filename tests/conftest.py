@@ -345,6 +345,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hybrid_override_pattern": "M*-", "head_dim": 32, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 1e-9}
         | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 16, "num_key_value_heads": 4},
     ),
+    "falcon_rw": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True, "layer_norm_epsilon": 3e-5}
+        | {"num_hidden_layers": 3, "ffn_hidden_size": 384, "tie_word_embeddings": False},
+    ),
+    "falcon_rw_parallel": (
+        "Falcon",
+        {"multi_query": False, "alibi": True, "hidden_size": 192, "num_attention_heads": 6, "activation": "gelu_new"},
+    ),
+    "mpt": (
+        "Mpt",
+        {"layer_norm_epsilon": 3e-5, "tie_word_embeddings": False, "num_hidden_layers": 3}
+        | {"attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}},
+    ),
+    "mpt_odd": (
+        "Mpt",
+        {"hidden_size": 160, "num_attention_heads": 5, "attn_config": {"alibi_bias_max": 3}, "max_seq_len": 768},
+    ),
+    "bloom": ("Bloom", {"layer_norm_epsilon": 3e-5, "num_hidden_layers": 3, "tie_word_embeddings": False}),
+    "bloom_odd": (
+        "Bloom",
+        {"hidden_size": 192, "num_attention_heads": 6, "apply_residual_connection_post_layernorm": True},
+    ),
     "falcon_sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "opt": ("OPT", {"ffn_dim": 256, "dropout": 0.0, "activation_function": "relu"}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64}),

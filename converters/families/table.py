@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from edgeq.converters.families.alibi.bloom import BLOOM
+from edgeq.converters.families.alibi.mpt import MPT
 from edgeq.converters.families.decoders.cohere import COHERE_FAMILIES
 from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
 from edgeq.converters.families.decoders.falcon import FALCON
@@ -47,7 +49,7 @@ from edgeq.network.stack import MAX_SIZES
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
     GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, NEMOTRON_H, *QWEN_NEXT_FAMILIES,
-    *GEMMA_4_FAMILIES, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
+    *GEMMA_4_FAMILIES, BLOOM, MPT, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
     *RANKING_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (

@@ -1,6 +1,6 @@
 """Falcon 7B, 40B and 180B: parallel blocks, MLPs without a gate, few heads of keys and values.
 
-Those with ALiBi instead of a rotation (Falcon-RW) are refused by that key.
+Those with ALiBi instead of a rotation (Falcon-RW) add its slopes before scores are scaled, so that they are scaled too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from edgeq.converters.families.positions import rope
 from edgeq.converters.families.rearranged import Sources, flag
 from edgeq.errors import UnsupportedError
 from edgeq.network.config import ModelConfig
+from edgeq.network.rope import Rope
 
 
 def blocks(values: Values) -> str:
@@ -48,12 +49,14 @@ def falcon_settings(values: Values) -> dict[str, Any]:
     kv_heads = values["num_kv_heads"] if values["num_kv_heads"] is not None else heads
     if not flag(values, "new_decoder_architecture"):
         kv_heads = 1 if flag(values, "multi_query") else heads
+    head_dim = whole_heads(hidden, heads)
+    slopes = Rope(theta=10000.0, kind="alibi", attention_factor=head_dim**-0.5)
     return plain_settings(values, "activation") | {
         "rms_norm_eps": values["layer_norm_epsilon"],
         "intermediate_size": 4 * hidden if inner is None else inner,
         "num_key_value_heads": kv_heads,
-        "head_dim": whole_heads(hidden, heads),
-        "rope": rope(values),
+        "head_dim": head_dim,
+        "rope": slopes if values["alibi"] is not None and flag(values, "alibi") else rope(values),
         "parallel_blocks": blocks(values),
     }
 
@@ -96,10 +99,11 @@ FALCON = FamilyDescription(
         "multi_query": True,
         "parallel_attn": True,
         "bias": False,
+        "alibi": False,
         BY_HEADS: True,
         "tie_word_embeddings": True,
     },
-    NEUTRAL | {"alibi": (None, False)},
+    NEUTRAL,
     falcon_settings,
     # Its size is checked; settings say what an absent ffn_hidden_size means.
     keys={"intermediate_size": "hidden_size", "hidden_act": "activation"},

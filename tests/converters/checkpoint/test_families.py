@@ -223,6 +223,26 @@ def test_smollm3_rotates_where_its_list_or_its_interval_says() -> None:
     assert ModelConfig.from_json(listed.to_json()) == listed
 
 
+def test_families_with_slopes_take_what_their_keys_say() -> None:
+    falcon = config_of("FalconForCausalLM", alibi=True)
+    assert falcon.slopes(0)[1] == 2**-4 * 8**-0.5 and falcon.layer_rope(0) is None
+    assert config_of("FalconForCausalLM", alibi=None).slopes(0) == ()
+    attention = {"clip_qkv": 6, "softmax_scale": 0.25, "alibi_bias_max": 6}
+    mpt = config_of("MptForCausalLM", **MPT, attn_config=attention, expansion_ratio=2)
+    assert (mpt.hidden_size, mpt.intermediate_size, mpt.clip_qkv, mpt.attention_scale(0)) == (48, 96, 6.0, 0.25)
+    assert mpt.slopes(0) == tuple(2.0**-each for each in (1.5, 3, 4.5, 6, 0.75, 2.25))
+    usual = config_of("MptForCausalLM", **MPT, attn_config={"clip_qkv": 0})
+    assert (usual.clip_qkv, usual.attention_scale(0), usual.intermediate_size) == (None, 8**-0.5, 192)
+    for scale, factor in ((None, 1.0), (0.5, 0.5), ("inv_sqrt_d_model", 48**-0.5)):
+        family = recognise({"architectures": ["MptForCausalLM"], **SIZES, **MPT, "logit_scale": scale})[0]
+        assert family.sources()["model.norm.weight"].factor == factor
+    # Names of published files, old and new.
+    for names in ({"n_embed": 32, "n_layer": 8}, {"n_head": 4}):
+        bloom = config_of("BloomForCausalLM", **names, apply_residual_connection_post_layernorm=True)
+        assert (bloom.hidden_size, bloom.num_hidden_layers, bloom.intermediate_size) == (32, 8, 128)
+        assert bloom.embedding_norm and bloom.normed_residual == "all" and bloom.slopes(7) == (0.25, 2**-4, 2**-6, 2**-8)
+
+
 def test_opt_ignores_keys_that_only_other_families_have() -> None:
     config = config_of("OPTForCausalLM", ffn_dim=96, num_key_value_heads=2, rope_theta=5.0)
     assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (96, 4, 8)
@@ -236,6 +256,7 @@ def test_experts_are_as_large_as_their_own_key_says() -> None:
     assert config_of("MixtralForCausalLM").norm_topk_prob
 
 
+MPT = {"d_model": 48, "n_heads": 6, "n_layers": 8}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms after the blocks": ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
     "a projected embedding": ("OPTForCausalLM", {"word_embed_proj_dim": 16}, r"word_embed_proj_dim is 16.*opt-350m"),
@@ -249,7 +270,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a rotation of a part": ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "dense layers between": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
     "every second layer": ("Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-    "biases of positions": ("FalconForCausalLM", {"alibi": True}, "alibi is True"),
+    "positions of a table": ("MptForCausalLM", {**MPT, "attn_config": {"alibi": False}}, "attn_config: alibi is False"),
+    "a prefix that sees itself": ("MptForCausalLM", {**MPT, "attn_config": {"prefix_lm": True}}, "prefix_lm is True"),
+    "biases elsewhere": ("MptForCausalLM", {**MPT, "no_bias": False}, "no_bias is False"),
+    "norms without a mean": ("MptForCausalLM", {**MPT, "norm_type": "rmsnorm"}, "norm_type is 'rmsnorm'"),
     "norms of an older model": ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
     "newer blocks one after another": (
         "FalconForCausalLM",
@@ -281,6 +305,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows of experts": ("Qwen2MoeForCausalLM", {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
 }
 BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "settings of attention that are none": (
+        "MptForCausalLM",
+        {**MPT, "attn_config": [8]},
+        r"attn_config is \[8\]; expected an obj",
+    ),
+    "a limit that is none": (
+        "MptForCausalLM",
+        {**MPT, "attn_config": {"clip_qkv": "6"}},
+        "clip_qkv is '6'; expected a positive",
+    ),
+    "slopes to nowhere": ("MptForCausalLM", {**MPT, "attn_config": {"alibi_bias_max": [8]}}, r"alibi_bias_max is \[8\]"),
+    "a scale below 0": ("MptForCausalLM", {**MPT, "attn_config": {"softmax_scale": -1.0}}, "softmax_scale is -1.0"),
+    "an endless MLP": ("MptForCausalLM", {**MPT, "expansion_ratio": 1e300}, "expansion_ratio is 1e.300; expected a positive"),
+    "no number of logits": ("MptForCausalLM", {**MPT, "logit_scale": "inv"}, "logit_scale is 'inv'; expected a number"),
+    "no kind of slopes": ("FalconForCausalLM", {"alibi": "yes"}, "alibi is 'yes'; expected true or false"),
+    "no kind of residual": (
+        "BloomForCausalLM",
+        {"apply_residual_connection_post_layernorm": 1},
+        "apply_residual_connection_post_layernorm is 1; expected true or false",
+    ),
     "factors for another size": (
         "Phi3ForCausalLM",
         {"rope_scaling": {**LONG, "long_factor": [1.0] * 3}, "original_max_position_embeddings": 64},

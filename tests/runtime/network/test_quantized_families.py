@@ -14,7 +14,7 @@ from edgeq.runtime import Model
 from tests.runtime.network.test_parity import HAVE_CPU, ROUNDED, TOKENS, load
 
 FAMILIES = ("olmo2", "exaone4", "granite", "glm4", "ernie4_5", "cohere", "cohere2", "hunyuan", "stablelm", "stablelm_parallel")
-FAMILIES += ("starcoder2", "gpt2", "bigcode", "bigcode_mha", "neox", "falcon_40b")
+FAMILIES += ("starcoder2", "gpt2", "bigcode", "bigcode_mha", "neox", "falcon_40b", "bloom", "mpt", "falcon_rw")
 METHODS = ("rtn", "awq", "gptq")
 MODES = ("a16", "a8")
 LENGTH = 80
