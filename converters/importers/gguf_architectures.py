@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgeq.converters.importers import gguf_settings as settings
-from edgeq.converters.importers.gguf_families import encoders
+from edgeq.converters.importers.gguf_families import alibi, encoders
 from edgeq.converters.importers.gguf_families.falcon import SECOND_NORM, falcon
 from edgeq.converters.importers.gguf_families.nemotron_h import nemotron_h
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
@@ -76,6 +76,9 @@ FALCON_H1 = ATTENTION | MAMBA | {"attn_norm": "input_layernorm", "ffn_norm": "pr
 FALCON_H1 |= {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
 FALCON = {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
 FALCON |= {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+BLOOM = FALCON | {"ffn_norm": "post_attention_layernorm"}
+MPT = {"attn_norm": "norm_1", "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj"}
+MPT |= {"ffn_norm": "norm_2", "ffn_up": "ffn.up_proj", "ffn_down": "ffn.down_proj"}
 RMS_EPSILON = "rms_norm_eps"
 BERT = {f"attn_{part}": f"attention.self.{module}" for part, module in (("q", "query"), ("k", "key"), ("v", "value"))}
 BERT |= {"attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm"}
@@ -284,6 +287,26 @@ ARCHITECTURES = {
         ends={EMBEDDING: "transformer.word_embeddings.weight", HEAD: "lm_head.weight"}
         | {NORM: "transformer.ln_f.weight", "output_norm.bias": "transformer.ln_f.bias"},
         layers="transformer.h.",
+    ),
+    "bloom": Architecture(
+        "BloomForCausalLM",
+        "bloom",
+        BLOOM,
+        alibi.bloom,
+        epsilon="layer_norm_epsilon",
+        ends={EMBEDDING: "transformer.word_embeddings.weight", HEAD: "lm_head.weight"}
+        | {f"token_embd_norm.{kind}": f"transformer.word_embeddings_layernorm.{kind}" for kind in ("weight", "bias")}
+        | {f"output_norm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")},
+        layers="transformer.h.",
+    ),
+    "mpt": Architecture(
+        "MptForCausalLM",
+        "mpt",
+        MPT,
+        alibi.mpt,
+        epsilon="layer_norm_epsilon",
+        ends={EMBEDDING: "transformer.wte.weight", HEAD: "lm_head.weight", NORM: "transformer.norm_f.weight"},
+        layers="transformer.blocks.",
     ),
     "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", ATTENTION | LFM2 | LFM2_CONVOLUTION, settings.lfm2, ends=ENDS | LFM2_NORM),
     "gpt-oss": Architecture(

@@ -72,6 +72,8 @@ ARCHITECTURES = {
     "qwen3_5_text": ("qwen35", "QWEN35"),
     "qwen3_5_moe_text": ("qwen35moe", "QWEN35MOE"),
     "falcon": ("falcon", "FALCON"),
+    "bloom": ("bloom", "BLOOM"),
+    "mpt": ("mpt", "MPT"),
     "bert": ("bert", "BERT"),
     "xlm-roberta": ("bert", "BERT"),
     "nomic_bert": ("nomic-bert", "NOMIC_BERT"),
@@ -80,6 +82,11 @@ ARCHITECTURES = {
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid")
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
 GPT2_KEYS |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
+ALIBI_KEYS = {
+    "bloom": {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    "mpt": {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "hidden_size": "d_model"}
+    | {"max_position_embeddings": "max_seq_len"},
+}
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 SCALES |= {"TQ1_0": (52,), "TQ2_0": (64,)}
 """Bytes of a block at which it has an f16; of the other types the first."""
@@ -130,6 +137,10 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] in ("gpt2", "gpt_bigcode"):
         config |= {key: config[theirs] for key, theirs in GPT2_KEYS.items()}
+    if config["model_type"] in ALIBI_KEYS:
+        config |= {key: config[theirs] for key, theirs in ALIBI_KEYS[config["model_type"]].items()}
+        config |= {"intermediate_size": 4 * config["hidden_size"], "layer_norm_eps": config["layer_norm_epsilon"]}
+        config["num_key_value_heads"] = config["num_attention_heads"]
     if config["model_type"] == "falcon":
         config |= {"intermediate_size": config["ffn_hidden_size"], "layer_norm_eps": config["layer_norm_epsilon"]}
         config["num_key_value_heads"] = config["num_kv_heads"]
@@ -232,6 +243,12 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys |= {"shortconv.l_cache": config["conv_L_cache"], "attention.layer_norm_rms_epsilon": config["norm_eps"]}
         keys["feed_forward_length"] = mlp_width({"block_ff_dim": None, "block_auto_adjust_ff_dim": True, **config})
         keys = {key: value for key, value in keys.items() if key not in ("attention.key_length", "attention.value_length")}
+    if own in ALIBI_KEYS:
+        lacking = ("rope.freq_base", "rope.dimension_count", "attention.key_length", "attention.value_length")
+        keys = {key: value for key, value in keys.items() if key not in lacking}
+    if own == "mpt":
+        keys["attention.max_alibi_bias"] = float(config["attn_config"]["alibi_bias_max"])
+        keys |= {"attention.clamp_kqv": clip} if (clip := config["attn_config"]["clip_qkv"]) else {}
     if own == "gemma4":
         keys |= gemma4_metadata(config, rope)
     if config.get("linear_num_value_heads"):
