@@ -36,6 +36,17 @@ def model_path(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
     return get
 
 
+def rounded_cache(config: Any) -> Any:
+    """transformers' cache, of numbers that f16 has."""
+    from transformers import DynamicCache
+
+    class RoundedCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **settings: Any) -> Any:
+            return super().update(key_states.half().float(), value_states.half().float(), *args, **settings)
+
+    return RoundedCache(config=config)
+
+
 @pytest.fixture(scope="session")
 def tiny_path(model_path: ModelPath) -> Path:
     """The trained tiny Llama in float32."""

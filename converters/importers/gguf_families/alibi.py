@@ -21,14 +21,16 @@ def bloom(keys: GgufKeys) -> Settings:
 
 def mpt(keys: GgufKeys) -> Settings:
     """A file without slopes has a table of positions, which is another network."""
-    bias, hidden = keys.number(BIAS, 0.0), keys.integer("embedding_length")
+    bias, hidden, width = keys.number(BIAS, 0.0), keys.integer("embedding_length"), keys.integer("feed_forward_length")
     if bias <= 0:
         raise keys.wrong(BIAS, bias, "a positive number")
+    if not hidden or width % hidden:
+        raise keys.wrong("feed_forward_length", width, f"a multiple of embedding_length, {hidden}")
     return {
         "d_model": hidden,
         "n_heads": keys.integer("attention.head_count"),
         "n_layers": keys.layers(),
         "max_seq_len": keys.integer("context_length"),
-        "expansion_ratio": keys.integer("feed_forward_length") / max(hidden, 1),
+        "expansion_ratio": width // hidden,
         "attn_config": {"alibi_bias_max": bias, "clip_qkv": keys.number("attention.clamp_kqv", 0.0)},
     }

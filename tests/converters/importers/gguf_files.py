@@ -228,7 +228,8 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
             keys[f"attention.layer_norm_{'rms_' * (epsilon == 'rms_norm_eps')}epsilon"] = config[epsilon]
     multipliers = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"}
     multipliers |= {"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
-    keys |= {key: float(config[name]) for name, key in multipliers.items() if name in config and own != "falcon-h1"}
+    stated = {} if own == "falcon-h1" else multipliers
+    keys |= {key: float(config[name]) for name, key in stated.items() if config.get(name) is not None}
     if full.get("rope_type") == "dynamic":
         # Hunyuan's: a constant that the base takes.
         keys["rope.freq_base"] *= full["alpha"] ** (head_dim / (head_dim - 2))
@@ -290,6 +291,8 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
         elif "query_key_value" in name:
             by_heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
             found[name] = np.ascontiguousarray(by_heads.swapaxes(0, 1)).reshape(values.shape)
+        if kind == "bloom":
+            found[name.removeprefix("transformer.")] = found.pop(name)
         if kind == "gemma3_text" and "norm" in name:
             found[name] = values + 1
         if "mamba_n_heads" in config:

@@ -169,6 +169,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("bloom", {"bloom.attention.max_alibi_bias": 4.0}, UnsupportedError, "max_alibi_bias is 4.0; supported: 8.0"),
     ("bloom", {"bloom.feed_forward_length": 96}, UnsupportedError, "feed_forward_length is 96; supported: 512"),
     ("mpt", {"mpt.attention.max_alibi_bias": 0.0}, CheckpointError, "max_alibi_bias is 0.0; expected a positive number"),
+    ("mpt", {"mpt.feed_forward_length": 200}, CheckpointError, "is 200; expected a multiple of embedding_length, 128"),
     ("mpt", {"mpt.attention.clamp_kqv": [8.0, 8.0]}, CheckpointError, "clamp_kqv is .*expected a number"),
     ("mpt", {"mpt.attention.clamp_kqv": -2.0}, CheckpointError, "clip_qkv is -2.0; expected a positive number"),
     ("falcon_7b", {"falcon.attention.max_alibi_bias": 8.0}, UnsupportedError, "max_alibi_bias is 8.0; supported: files"),

@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeq.runtime import Model
+from tests.runtime.conftest import rounded_cache
 
 FAMILIES = ("llama_mha", "llama_gqa", "llama3_rope", "mistral", "qwen2", "qwen3")
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
@@ -60,11 +61,7 @@ Expected = Callable[[str, dict[str, Any]], Logits]
 def expected(checkpoint: Callable[..., Path]) -> Expected:
     """transformers' logits [LENGTH, vocab] for TOKENS; with ROUNDED weights through a cache of f16."""
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    class RoundedCache(DynamicCache):
-        def update(self, key_states: Any, value_states: Any, *args: Any, **settings: Any) -> Any:
-            return super().update(key_states.half().float(), value_states.half().float(), *args, **settings)
+    from transformers import AutoModelForCausalLM
 
     known: dict[str, Logits] = {}
 
@@ -75,7 +72,7 @@ def expected(checkpoint: Callable[..., Path]) -> Expected:
             # Otherwise transformers adds the slopes of a Falcon twice.
             way = "sdpa" if family == "falcon_rw" else "eager"
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=way)
-            cache = RoundedCache(config=model.config) if weights is ROUNDED else None
+            cache = rounded_cache(model.config) if weights is ROUNDED else None
             with torch.no_grad():
                 known[key] = model(torch.tensor([TOKENS]), past_key_values=cache).logits[0].numpy()
         return known[key]
