@@ -134,6 +134,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "outside": {"scale_factor": 4},
         "tied": False,
     },
+    # Tiles of four by four patches, after a class row, whose layers have a factor for each channel.
+    "aspect": {
+        "kind": "InternVL",
+        "text": {"model_type": "qwen2", "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3}
+        | {"num_key_value_heads": 1, "rms_norm_eps": 3e-5, "vocab_size": 2056},
+        "vision": {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 84}
+        | {"patch_size": [6, 6], "image_size": [24, 24], "layer_norm_eps": 3e-2, "attention_bias": True}
+        | {"hidden_act": "gelu_pytorch_tanh"},
+        "outside": {"projector_hidden_act": "quick_gelu", "vision_feature_layer": 2},
+        "tied": False,
+    },
+    "aspect_rms": {
+        "kind": "InternVL",
+        "text": {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 24, "vocab_size": 2056},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 100}
+        | {"patch_size": [7, 7], "image_size": [30, 30], "norm_type": "rms_norm", "use_qk_norm": True},
+        "outside": {"downsample_ratio": 0.25},
+        "tied": True,
+    },
     # Four tokens of two by two patches; the window is shorter than a text, and than a picture and what comes before it.
     "averaged": {
         "kind": "Gemma3",
@@ -214,6 +234,8 @@ def build(folder: Path, name: str) -> Path:
                     and not key.endswith("linear_attn.norm.weight")
                 )
                 parameter.data = float(key.endswith("weight") and not above) + 0.3 * torch.randn_like(parameter)
+            elif ".lambda_" in key:
+                parameter.data = 0.5 + 0.2 * torch.randn_like(parameter)
             elif key.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))
@@ -239,6 +261,10 @@ def build(folder: Path, name: str) -> Path:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_special_tokens(["<fake_token_around_image>", "<global-img>", "<row_1_col_1>"])
         tokenizer.save(str(folder / "tokenizer.json"))
+    if kind == "InternVL":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<img>", "</img>"])
+        tokenizer.save(str(folder / "tokenizer.json"))
     if kind == "Gemma3":
         names = {
             "<|vision_start|>": "<start_of_image>",
@@ -260,6 +286,10 @@ def _processor(vision: dict[str, Any], kind: str) -> dict[str, Any]:
     if kind in TILED:
         sizes = {"size": {"longest_edge": 3 * vision["image_size"]}, "max_image_size": {"longest_edge": vision["image_size"]}}
         return {"image_processor_type": f"{kind}ImageProcessor", "image_mean": [0.4, 0.5, 0.6], **sizes}
+    if kind == "InternVL":
+        # As published files have it: processors of the family cut all the same.
+        sizes = {"size": dict.fromkeys(("height", "width"), vision["image_size"][0]), "max_patches": 6}
+        return {"image_processor_type": "GotOcr2ImageProcessorFast", "crop_to_patches": False, "crop_size": None, **sizes}
     if kind == "Gemma3":
         sizes = {"size": dict.fromkeys(("height", "width"), vision["image_size"])}
         return {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": None, "image_seq_length": 4, **sizes}

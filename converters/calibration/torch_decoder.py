@@ -26,9 +26,10 @@ SCORES = 1 << 22
 class Norm(nn.Module):
     """RMSNorm, or LayerNorm with a bias, over the last dimension."""
 
-    def __init__(self, config: Stack, size: int, layer_norm: bool = False) -> None:
+    def __init__(self, config: Stack, size: int, layer_norm: bool = False, eps: float = 0.0) -> None:
+        """eps   0: that of the stack"""
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.eps = eps or config.rms_norm_eps
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if layer_norm else None
 

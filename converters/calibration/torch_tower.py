@@ -59,7 +59,8 @@ class Projection(nn.Module):
         self.activation = ACTIVATIONS[config.project_act] if inner else None
         size = config.hidden_size if self._norm_first else joined
         self.mean_norm = Norm(config, config.token_size) if config.averaged else None
-        self.norm = None if norm == "none" else Norm(config, size, config.layer_norm)
+        eps = config.project_eps
+        self.norm = None if norm == "none" else Norm(config, size, config.layer_norm or eps > 0, eps)
         joined = config.token_size
         first = {"0": nn.Linear(joined, inner, bias="project.0" in biases)} if inner else {}
         last = nn.Linear(inner or joined, config.out_hidden_size, bias="project.1" in biases)

@@ -32,6 +32,7 @@ class NamedTensor:
     first   a tensor that is added to the first row;  every: a row that is added to all
     merged  factors of an adapter whose product is added, and which of its rows is the first here
     factor, order, transposed, matrix, column   as of TensorSource
+    rows    a vector with a factor of each row
     parts   of several tensors, whose rows follow one another; `stored` is that of the first
     """
 
@@ -49,6 +50,7 @@ class NamedTensor:
     matrix: int = 0
     parts: tuple[NamedTensor, ...] = ()
     column: int | None = None
+    rows: NamedTensor | None = None
 
     @property
     def dtype(self) -> str:
@@ -58,7 +60,8 @@ class NamedTensor:
     def rearranged(self) -> bool:
         """Whether its rows are others than those of one stored tensor: scaled, in another order, columns, or cut."""
         cut = self.column is not None
-        return self.factor != 1 or bool(self.order) or self.transposed or bool(self.parts) or cut
+        scaled = self.factor != 1 or self.rows is not None
+        return scaled or bool(self.order) or self.transposed or bool(self.parts) or cut
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class TensorSource:
     transposed   the stored matrix has the rows meant as columns, from column `row` on;  matrix: which it is of several
     column  with which the rows meant begin in those of the stored matrix, which are longer; None: they are whole
     parts   sources of tensors whose rows follow one another, in place of one of these
+    rows    name of a vector with a factor of each row; "": there are none
     otherwise   where to find it in checkpoints without the stored tensor, or with another of its name
     """
 
@@ -104,12 +108,13 @@ class TensorSource:
     otherwise: TensorSource | None = None
     every: TensorSource | None = None
     column: int | None = None
+    rows: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Those of all tensors that are read for it."""
         every = self.every.names if self.every else ()
-        return tuple(name for each in self.parts for name in each.names) or (self.name, self.first, *every)
+        return tuple(name for each in self.parts for name in each.names) or (self.name, self.first, self.rows, *every)
 
 
 class Checkpoint:
@@ -209,9 +214,10 @@ class Checkpoint:
         first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
         merged = (tensor.merged[0], source.row) if tensor.merged else None
         every = self._meant(source.every) if source.every else None
+        rows = replace(self.tensor(source.rows, source.shape[:1]), name=source.rows) if source.rows else None
         return NamedTensor(
             tensor.stored, source.shape, skipped, source.added, source.name, first, every, merged,
-            source.factor, source.order, source.transposed, source.matrix, column=source.column,
+            source.factor, source.order, source.transposed, source.matrix, column=source.column, rows=rows,
         )  # fmt: skip
 
     def dtype(self, name: str) -> str:
@@ -250,6 +256,9 @@ class Checkpoint:
             places = list(tensor.order[start:stop]) if tensor.order else slice(row + start, row + stop)
             values = values + factors.b[places] @ factors.a
         values = values * np.float32(tensor.factor) if tensor.factor != 1 else values
+        if tensor.rows is not None:
+            factors_of_rows = self._rows(tensor.rows, tensor.rows.name, start, stop)
+            values = values * factors_of_rows.reshape(-1, *(1,) * (values.ndim - 1))
         return values + np.float32(tensor.added) if tensor.added else values
 
     def quantized(self, name: str, start: int, stop: int) -> StoredArrays:
@@ -331,10 +340,11 @@ def _dtype(tensor: NamedTensor, name: str) -> str:
         raise CheckpointError(f"{tensor.name or name} is stored as {tensor.dtype}; supported: {', '.join(FLOATS)}")
     if tensor.first is not None and tensor.first.dtype not in FLOATS:
         raise CheckpointError(f"{tensor.first.name} is stored as {tensor.first.dtype}; supported: {', '.join(FLOATS)}")
-    if tensor.every is not None:
-        _dtype(tensor.every, tensor.every.name)
+    for other in (tensor.every, tensor.rows):
+        if other is not None:
+            _dtype(other, other.name)
     exact = abs(math.frexp(tensor.factor)[0]) == 0.5
-    return "f32" if tensor.added or tensor.first or tensor.every or not exact else FLOATS[tensor.dtype]
+    return "f32" if tensor.added or tensor.first or tensor.every or tensor.rows or not exact else FLOATS[tensor.dtype]
 
 
 def _integers(tensor: NamedTensor) -> Codec | None:
@@ -347,7 +357,8 @@ def _integers(tensor: NamedTensor) -> Codec | None:
         first, *others = (cast(QuantizedTensor, part.stored).order for part in tensor.parts)
         same = all(each is None if first is None else each is not None and np.array_equal(each, first) for each in others)
         return codec if same else None
-    changed = tensor.added or tensor.first or tensor.every or tensor.merged or tensor.factor != 1 or tensor.transposed
+    added = tensor.added or tensor.first or tensor.every or tensor.merged
+    changed = added or tensor.factor != 1 or tensor.rows or tensor.transposed
     return None if changed or tensor.column is not None else tensor.stored.codec
 
 

@@ -34,6 +34,7 @@ from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
 from edgeq.converters.families.state_spaces.nemotron_h import NEMOTRON_H
 from edgeq.converters.families.vision.gemma3 import GEMMA_3_VL
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
+from edgeq.converters.families.vision.internvl import INTERNVL
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.paligemma import PALIGEMMA
 from edgeq.converters.families.vision.pi0 import PI0
@@ -59,6 +60,7 @@ DESCRIPTIONS = (
     *QWEN_3_5_VL_FAMILIES,
     *IDEFICS_FAMILIES,
     GEMMA_3_VL,
+    INTERNVL,
     *LLAVA_FAMILIES,
     PALIGEMMA,
     PI0,
@@ -66,14 +68,13 @@ DESCRIPTIONS = (
 FAMILIES = {description.architecture: description for description in DESCRIPTIONS}
 TILES = (
     "cuts pictures into tiles in a way of its own; supported instead: LLaVA-1.5 (LlavaForConditionalGeneration), SmolVLM, "
-    "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5"
+    "InternVL3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5"
 )
 RELATED = {
     "LlavaNextForConditionalGeneration": TILES,
     "LlavaNextVideoForConditionalGeneration": TILES,
     "LlavaOnevisionForConditionalGeneration": TILES,
-    "InternVLForConditionalGeneration": TILES,
-    "InternVLChatModel": TILES,
+    "InternVLChatModel": "runs by code of its own; convert the checkpoint of the same model whose name ends in -HF",
     "Qwen3VLMoeForConditionalGeneration": "has experts beside a vision tower; supported instead: Qwen3-VL without experts",
     "LlavaLlamaForCausalLM": "does not carry its vision tower; convert the llava-hf checkpoint of the same model",
     "LlavaMistralForCausalLM": "does not carry its vision tower; convert the llava-hf checkpoint of the same model",

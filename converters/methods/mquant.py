@@ -133,6 +133,11 @@ class MQuantTower(Method):
             raise UnsupportedError(
                 f"--method mquant: {family.architecture} has a projector of one layer; supported: projectors of two"
             )
+        if config.project_eps and not config.layer_norm:
+            raise UnsupportedError(
+                f"--method mquant: {family.architecture} has RMS norms in its layers and a LayerNorm before the projector; "
+                "supported: one kind of norms"
+            )
         self._source_family, self._source = family, config
         self._shapes: Mapping[str, tuple[int, ...]] = {}
         self._without_means = means_go(config)

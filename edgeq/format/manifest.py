@@ -104,7 +104,7 @@ def projector_contents(config: VisionConfig) -> StackContents:
     joined, contents = config.token_size, dict[str, dict[str, Shape] | tuple[int, ...]]()
     for p, norm in projectors(config):
         if norm != "none":
-            contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size)
+            contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size, config.project_eps > 0)
         contents |= {"vision.mean_norm": (joined,)} if config.averaged else {}
         if config.project_size:
             contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
@@ -145,8 +145,8 @@ def projectors(config: VisionConfig) -> Iterator[tuple[str, str]]:
         yield f"{config.prefix}taps.{index}.", "joined"
 
 
-def _norm(config: Stack, name: str, width: int = 0) -> dict[str, tuple[int, ...]]:
-    names = (name, f"{name}_bias") if config.layer_norm else (name,)
+def _norm(config: Stack, name: str, width: int = 0, biased: bool = False) -> dict[str, tuple[int, ...]]:
+    names = (name, f"{name}_bias") if config.layer_norm or biased else (name,)
     return {each: (width or config.hidden_size,) for each in names}
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.activations import PLAIN
 from edgeq.network.draft_stack import DraftStack
-from edgeq.network.image_config import ImageConfig
+from edgeq.network.image_config import TILED, ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.picture_texts import PictureTexts
 from edgeq.network.policy_stack import PolicyStack
@@ -49,6 +49,8 @@ class VisionConfig(Stack):
     patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
     merge                 merge x merge neighbouring patches are joined into one feature
     project_norm          the norm before the projector: over every "patch", over the "joined" ones, or "none"
+    project_eps           the norm over the joined is a LayerNorm with this eps, whatever norms the layers have (InternVL); 0:
+                          it is as theirs
     averaged              those that are joined are not side by side in it, but their mean, which has an RMS norm of its own
                           (Gemma 3); then project_norm is "patch"
     project_size          inner channels of the projector project.1(act(project.0(joined))); 0: it is project.1(joined)
@@ -90,6 +92,7 @@ class VisionConfig(Stack):
     tap_layers: tuple[int, ...] = ()
     averaged: bool = False
     texts: PictureTexts | None = None
+    project_eps: float = 0.0
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -105,12 +108,7 @@ class VisionConfig(Stack):
         for name, width in {"patch_width": self.patch_width, "joined_size": self.joined_size}.items():
             if width > MAX_CHANNELS:
                 raise FormatError(f"config vision: {name} is {width}; expected at most {MAX_CHANNELS}")
-        edge = self.image.tile
-        if not self.image.most_tokens(self.token_edge):
-            raise FormatError(
-                f"config vision: an image of {self.image.height or edge} x {self.image.width or edge} pixels has no token of "
-                f"{self.patch_size * self.merge} x {self.patch_size * self.merge}"
-            )
+        self.image.check_token(self.token_edge)
         if self.project_norm not in PROJECT_NORMS:
             raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
         if self.project_size == 0 and (self.project_act != NO_ACTIVATION or self.tap_layers):
@@ -122,11 +120,15 @@ class VisionConfig(Stack):
             raise UnsupportedError(
                 "averaged is supported with a project_norm over every 'patch', without tap_layers and class_row"
             )
+        if self.project_eps != 0:
+            check_positive("project_eps", self.project_eps)
+            if self.project_norm != "joined" or self.tap_layers:
+                raise UnsupportedError("project_eps is supported with a project_norm over the 'joined', without tap_layers")
         if self.project_size and self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
-        norms = self.post_norms or self.parallel or self.qk_norm_kind != "heads" or self.normed_residual != "none"
+        norms = self.post_norms or self.parallel or self.qk_norm_kind == "rotated" or self.normed_residual != "none"
         attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
         if (
             attention
@@ -137,7 +139,7 @@ class VisionConfig(Stack):
             or (self.hidden_size_per_layer_input)
         ):
             raise UnsupportedError(
-                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, qk_norm_kind, "
+                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, rotated qk norms, "
                 "normed_residual, conv_layers, delta_net, ssd, attention_gate, attention_sinks, layer_scalars, "
                 "hidden_size_per_layer_input, value_norm, num_kv_shared_layers or heads of several shapes is not supported"
             )
@@ -152,10 +154,10 @@ class VisionConfig(Stack):
             raise UnsupportedError(
                 f"a tower with a {self.rope.kind!r} rope is not supported; supported: axial, of two axes, or learned positions"
             )
-        if self.class_row and (axial or self.merge > 1 or self.window_layers):
-            raise UnsupportedError("a tower with a class_row and windows, joined patches or an axial rope is not supported")
-        if self.class_feature and not self.class_row:
-            raise FormatError("config vision: class_feature without a class_row")
+        if self.class_row and (axial or self.window_layers):
+            raise UnsupportedError("a tower with a class_row and windows or an axial rope is not supported")
+        if self.class_feature and (not self.class_row or self.merge > 1):
+            raise FormatError("config vision: class_feature without a class_row, or beside joined patches")
         if self.interpolated != (axial and self.position_rows > 0):
             raise UnsupportedError(
                 f"a tower with a {self.rope.kind!r} rope, {self.position_rows} positions and interpolated {self.interpolated} "
@@ -174,7 +176,7 @@ class VisionConfig(Stack):
     @property
     def tokens_vary(self) -> bool:
         """Whether pictures differ in tokens: in size, or in how many tiles they are cut into."""
-        return self.image.sizing in ("factor", "tiles")
+        return self.image.sizing in ("factor", *TILED)
 
     def piece_tokens(self, tokens: int) -> int:
         """Tokens of a run of the tower for a picture of at most `tokens`."""
@@ -202,8 +204,7 @@ class VisionConfig(Stack):
     @property
     def most_text(self) -> int:
         """Characters of the texts beside the tokens of a picture, at most."""
-        side = self.image.tiles_a_side
-        return sum(map(len, self.texts.before(side, side))) + len(self.texts.shown) if self.texts else 0
+        return sum(map(len, self.texts.before(*self.image.most_tiles))) + len(self.texts.shown) if self.texts else 0
 
     def token_grid(self, grid: tuple[int, int, int]) -> tuple[int, int, int]:
         """Frames, rows and columns of the tokens of a picture whose patches have `grid`."""

@@ -1,19 +1,22 @@
 """How a picture becomes the pixels that a vision tower was trained on: a checked record of the configuration.
 
-The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3, Idefics3), whose settings are in a
-checkpoint's preprocessor_config.json.
+The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3, Idefics3, GOT-OCR2), whose settings are
+in a checkpoint's preprocessor_config.json.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgeq.errors import FormatError, InputError, UnsupportedError
+from edgeq.pictures.tiling import MAX_TILED_EDGE, Tiling
 
-SIZINGS = ("factor", "crop", "fixed", "tiles")
+TILED = ("tiles", "aspect")
+"""Sizings with tiles."""
+SIZINGS = ("factor", "crop", "fixed", *TILED)
 RESAMPLINGS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """By Pillow's numbers, which preprocessor_config.json has."""
 MAX_PIXELS = 1 << 26
@@ -30,9 +33,11 @@ LLAVA = "LlavaImageProcessor"
 """As CLIP's, unless it pads."""
 IDEFICS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 """Which cut into tiles, and pad nothing: all tiles have one size."""
-MAX_TILED_EDGE = 4096
-"""To which these processors shrink a picture, whatever the settings say."""
 MAX_TILES_A_SIDE = 32
+GOT = "GotOcr2ImageProcessor"
+"""InternVL's, which always cuts into tiles with it."""
+MAX_TILES = 64
+"""Of a picture that is cut by its aspect: a search goes through their pairs of rows and columns."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
@@ -40,6 +45,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     SIGLIP: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}},
     PI0: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"max_height": 224, "max_width": 224}, "do_pad": True},
     GEMMA: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}, "resample": 2},
+    GOT: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"height": 384, "width": 384}}
+    | {"min_patches": 1, "max_patches": 12},
     **dict.fromkeys(
         IDEFICS,
         {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 1, "do_pad": True}
@@ -50,11 +57,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", "_valid_processor_keys", "do_convert_rgb",
            "auto_map", "data_format", "input_data_format", "device", "return_tensors", "default_to_square",
            "disable_grouping", "num_frames", "max_frames", "min_frames", "fps", "video_sampling",
-           "return_row_col_info", "image_seq_length", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
-           "pan_and_scan_min_ratio_to_activate")  # fmt: skip
+           "return_row_col_info", "crop_to_patches", "image_seq_length", "pan_and_scan_min_crop_size",
+           "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")  # fmt: skip
 """Keys without influence on the pixels of a picture: it is always converted to RGB."""
 NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False, "do_pan_and_scan": False}
 SIZES = {"patch_size", "temporal_patch_size", "merge_size"}
+NEWER_FIELDS = ("tile", "longest_edge", "min_tiles", "max_tiles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,9 @@ class ImageConfig:
                 max_pixels, in about the same proportion (Qwen2-VL); "crop": the shorter edge becomes `shortest_edge`, then
                 height x width are cut out of the middle; "fixed": height x width, whatever the proportion; "tiles": the longer
                 edge becomes `longest_edge`, then both become multiples of `tile`, and what is larger than one tile is cut into
-                tiles, after which the whole picture comes as one (Idefics3)
+                tiles, after which the whole picture comes as one (Idefics3); "aspect": it is resized to the rows and columns of
+                tiles, from min_tiles to max_tiles together, whose proportion is nearest to its own, and cut into them, after
+                which the whole picture comes as one where they are several (InternVL)
     resampling  the filter, by Pillow's name
     mean, std   of red, green and blue
 
@@ -84,26 +94,37 @@ class ImageConfig:
     width: int = 0
     tile: int = 0
     longest_edge: int = 0
+    min_tiles: int = 0
+    max_tiles: int = 0
 
     def __post_init__(self) -> None:
         for name, kinds in (("sizing", SIZINGS), ("resampling", RESAMPLINGS)):
             if (value := getattr(self, name)) not in kinds:
                 raise UnsupportedError(f"image {name} {value!r:.80} is not supported; supported: {', '.join(kinds)}")
         pixels, edge, tiles = ("min_pixels", "max_pixels"), ("height", "width"), ("tile", "longest_edge")
-        used = {"factor": pixels, "crop": (*edge, "shortest_edge"), "fixed": edge, "tiles": tiles}[self.sizing]
-        for name in (*pixels, *edge, "shortest_edge", *tiles):
-            most = (MAX_PIXELS if name in pixels else MAX_EDGE) if name in used else 0
+        aspect = ("tile", "min_tiles", "max_tiles")
+        used = {"factor": pixels, "crop": (*edge, "shortest_edge"), "fixed": edge, "tiles": tiles, "aspect": aspect}[
+            self.sizing
+        ]
+        for name in (*pixels, *edge, "shortest_edge", *tiles, *aspect[1:]):
+            most = (MAX_PIXELS if name in pixels else MAX_TILES if name in aspect[1:] else MAX_EDGE) if name in used else 0
             value = getattr(self, name)
             if type(value) is not int or not min(1, most) <= value <= most:
                 raise FormatError(f"image {name} is {value!r}; expected an integer from {min(1, most)} to {most}")
-        if self.min_pixels > self.max_pixels:
-            raise FormatError(f"image min_pixels is {self.min_pixels}, above max_pixels, {self.max_pixels}")
+        for what in ("pixels", "tiles"):
+            least, most = (getattr(self, f"{end}_{what}") for end in ("min", "max"))
+            if least > most:
+                raise FormatError(f"image min_{what} is {least}, above max_{what}, {most}")
         if self.sizing == "crop" and self.shortest_edge < max(self.height, self.width):
             raise UnsupportedError(
                 f"images cropped to {self.height} x {self.width} after their shorter edge became {self.shortest_edge}, with a "
                 "border around them, are not supported"
             )
-        if self.longest_edge > MAX_TILES_A_SIDE * self.tile:
+        if self.tile**2 * self.max_tiles > MAX_PIXELS:
+            raise FormatError(
+                f"image has {self.max_tiles} tiles of {self.tile} x {self.tile} pixels; expected at most {MAX_PIXELS} pixels"
+            )
+        if self.sizing == "tiles" and self.longest_edge > MAX_TILES_A_SIDE * self.tile:
             raise FormatError(
                 f"image longest_edge is {self.longest_edge}; expected at most {MAX_TILES_A_SIDE} times tile, {self.tile}"
             )
@@ -117,20 +138,30 @@ class ImageConfig:
 
     def most_tokens(self, factor: int) -> int:
         """Tokens of `factor` x `factor` pixels that the largest picture has, by the file's own limits."""
-        if self.sizing == "tiles":
-            return (self.tiles_a_side**2 + (self.tiles_a_side > 1)) * self.piece_tokens(factor)
+        if self.sizing in TILED:
+            tiles = math.prod(self.most_tiles)
+            return (tiles + (tiles > 1)) * self.piece_tokens(factor)
         if self.sizing != "factor":
             return self.piece_tokens(factor)
         most = max(1, self.max_pixels // factor**2)
         # Of a long narrow one the shorter edge is not rounded to zero.
         return max(most, math.isqrt(MAX_ASPECT * most))
 
+    def check_token(self, factor: int) -> None:
+        """FormatError: no picture has a token of `factor` x `factor` pixels."""
+        if not self.most_tokens(factor):
+            height, width = self.height or self.tile, self.width or self.tile
+            raise FormatError(f"config vision: an image of {height} x {width} pixels has no token of {factor} x {factor}")
+
     @property
-    def tiles_a_side(self) -> int:
-        """Tiles in a row, or in a column, of the largest picture; 0: it is not cut."""
+    def most_tiles(self) -> tuple[int, int]:
+        """Rows and columns of tiles of the picture that has the most of both; 0, 0: none is cut."""
+        if self.sizing == "aspect":
+            return self.max_tiles, 1
         edge = min(self.longest_edge, MAX_TILED_EDGE)
         # The other edge is rounded up to an even number.
-        return -(-(edge + edge % 2) // self.tile) if self.tile else 0
+        side = -(-(edge + edge % 2) // self.tile) if self.sizing == "tiles" else 0
+        return side, side
 
     def piece_tokens(self, factor: int) -> int:
         """Tokens of a picture, or of a tile, where all have one size; 0: they have not."""
@@ -143,11 +174,19 @@ class ImageConfig:
         """
         _check_shape(height, width)
         each = self.piece_tokens(factor)
-        for side in range(-(-self.longest_edge // self.tile), 0, -1):
-            found = Tiling.of(height, width, min(self.longest_edge, side * self.tile), self.tile)
+        for found in self._tilings(height, width):
             if found.pieces * each <= most_tokens:
                 return found
         raise InputError(f"every picture has at least {each} tokens for this model, and {most_tokens} are allowed")
+
+    def _tilings(self, height: int, width: int) -> Iterator[Tiling]:
+        """The processor's, and then those that fewer tiles would give."""
+        if self.sizing == "aspect":
+            for most in range(self.max_tiles, 0, -1):
+                yield Tiling.nearest(height, width, self.tile, min(self.min_tiles, most), most)
+        else:
+            for side in range(-(-self.longest_edge // self.tile), 0, -1):
+                yield Tiling.of(height, width, min(self.longest_edge, side * self.tile), self.tile)
 
     def size_of(self, height: int, width: int, factor: int, most_tokens: int) -> tuple[int, int]:
         """Height and width to which a picture is resized, before it is cropped.
@@ -169,7 +208,7 @@ class ImageConfig:
 
     def record(self) -> dict[str, Any]:
         """What JSON holds of it; fields that came after the first files only where they are set."""
-        return {key: value for key, value in asdict(self).items() if key not in ("tile", "longest_edge") or value}
+        return {key: value for key, value in asdict(self).items() if key not in NEWER_FIELDS or value}
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> ImageConfig:
@@ -244,6 +283,16 @@ def _sizes(kind: str, given: dict[str, Any]) -> dict[str, Any]:
         least = given.pop("min_pixels", edges.get("min_pixels", least))
         most = given.pop("max_pixels", edges.get("max_pixels", most))
         return {"sizing": "factor", "min_pixels": least, "max_pixels": most}
+    if kind == GOT:
+        # Keys without use here that its published files have.
+        for key in ("crop_size", "do_center_crop"):
+            if given.get(key) is None:
+                given.pop(key, None)
+        height, width = _edges("size", size)
+        if height != width:
+            raise UnsupportedError(f"preprocessor_config.json: size {height} x {width} is not supported; expected a square")
+        least, most = given.pop("min_patches"), given.pop("max_patches")
+        return {"sizing": "aspect", "tile": height, "min_tiles": least, "max_tiles": most}
     crop, crops = given.pop("crop_size", None), given.pop("do_center_crop", kind in (CLIP, LLAVA))
     if not crops:
         height, width = _edges("size", size)
@@ -251,46 +300,6 @@ def _sizes(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     edge = size.get("shortest_edge") if isinstance(size, dict) and set(size) == {"shortest_edge"} else size
     height, width = _edges("crop_size", crop)
     return {"sizing": "crop", "shortest_edge": edge, "height": height, "width": width}
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a picture is cut: resized to `first`, then to `size`, height and width each, which are rows x columns tiles; where it
-    is one tile, rows and columns are 0.
-    """
-
-    first: tuple[int, int]
-    size: tuple[int, int]
-    rows: int
-    columns: int
-
-    @property
-    def pieces(self) -> int:
-        """Tiles, and the whole picture."""
-        return self.rows * self.columns + 1
-
-    @classmethod
-    def of(cls, height: int, width: int, longest: int, tile: int) -> Tiling:
-        """The rule of Idefics3's processor, rounding and all."""
-        first = _longest(height, width, longest, even=True)
-        if max(first) > MAX_TILED_EDGE:
-            first = _longest(*first, MAX_TILED_EDGE)
-        height, width = first
-        aspect, along = width / height, -(-max(first) // tile) * tile
-        if width >= height:
-            size = -(-int(along / aspect) // tile) * tile, along
-        else:
-            size = along, -(-int(along * aspect) // tile) * tile
-        rows, columns = size[0] // tile, size[1] // tile
-        return cls(first, size, *((rows, columns) if rows * columns > 1 else (0, 0)))
-
-
-def _longest(height: int, width: int, longest: int, even: bool = False) -> tuple[int, int]:
-    """Height and width with `longest` as the longer edge; `even`: the other is an even number, but 1 where it would be 0."""
-    aspect = width / height
-    other = int(longest / aspect) if width >= height else int(longest * aspect)
-    other = max(1, other + (even and other % 2))
-    return (other, longest) if width >= height else (longest, other)
 
 
 def _check_shape(height: int, width: int) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError, InputError, UnsupportedError
-from edgeq.network.image_config import ImageConfig, Tiling
+from edgeq.network.image_config import TILED, ImageConfig
+from edgeq.pictures.tiling import Tiling
 from edgeq.system.confinement import ConfinementLimits, LimitError, confined_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
     notes, size = tuple(f"{name}: {note}" for note in facts["notes"]), tuple(facts["size"])
     read_s = perf_counter() - started
     found = replace(pieces[-1], size=size, notes=notes, read_s=read_s, whole=True)
-    if settings.sizing != "tiles":
+    if settings.sizing not in TILED:
         return found
     tiling = tuple(facts["tiling"])
     return replace(found, digest=_digest(tiling, data), tiles=(*pieces[:-1], found), tiling=tiling)
@@ -243,7 +244,7 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
     turn = TURNS.get(_orientation(image))
     swaps = turn in ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
     width, height = (image.height, image.width) if swaps else image.size
-    tiling = settings.tiling(height, width, edge, most_tokens) if settings.sizing == "tiles" else None
+    tiling = settings.tiling(height, width, edge, most_tokens) if settings.sizing in TILED else None
     size = tiling.first if tiling else settings.size_of(height, width, edge, most_tokens)
     large = width * height > EXACT_PIXELS
     if large and ours:
@@ -254,7 +255,8 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
         if ours:
             image.close()
         image = turned
-    image = _resized(image, size, pillow.Resampling[settings.resampling.upper()], 3.0 if large else None, ours)
+    sizes = (size, (settings.tile, settings.tile)) if settings.sizing == "aspect" else (size,)
+    image, *whole = _resized(image, sizes, pillow.Resampling[settings.resampling.upper()], 3.0 if large else None, ours)
     if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
         notes.append(f"shrunk to {size[1]} x {size[0]}, for at most {most_tokens} tokens")
     if settings.sizing == "crop":
@@ -262,21 +264,24 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
         image = image.crop((left, top, left + settings.width, top + settings.height))
     pieces, facts = [image], dict[str, Any](size=(width, height), notes=notes)
     if tiling:
-        pieces, facts["tiling"] = _tiles(image, tiling, settings), (tiling.rows, tiling.columns)
+        pieces, facts["tiling"] = _tiles(image, tiling, settings, *whole), (tiling.rows, tiling.columns)
         if tiling != settings.tiling(height, width, edge, settings.most_tokens(edge)):
             notes.append(f"cut into {len(pieces)} tiles, the whole among them, for at most {most_tokens} tokens")
     facts |= {"height": pieces[0].height, "width": pieces[0].width}
     return json.dumps(facts).encode() + b"\n" + b"".join(each.tobytes() for each in pieces)
 
 
-def _tiles(image: Image, tiling: Tiling, settings: ImageConfig) -> list[Image]:
-    """The tiles of a picture of `tiling.first`, row by row, and the whole one as large as a tile."""
+def _tiles(image: Image, tiling: Tiling, settings: ImageConfig, apart: Image | None = None) -> list[Image]:
+    """The tiles of a picture of `tiling.first`, row by row, and the whole one as large as a tile.
+
+    apart   the whole one, where it is not made of that picture but resized by itself
+    """
     from PIL import Image as pillow
 
     filters, edge = pillow.Resampling[settings.resampling.upper()], settings.tile
     image = image.resize((tiling.size[1], tiling.size[0]), filters)
     corners = [(column * edge, row * edge) for row in range(tiling.rows) for column in range(tiling.columns)]
-    whole = image.resize((edge, edge), filters) if corners else image
+    whole = (apart or image.resize((edge, edge), filters)) if corners else image
     return [*(image.crop((left, top, left + edge, top + edge)) for left, top in corners), whole]
 
 
@@ -288,8 +293,8 @@ def _orientation(image: Image) -> int:
         return 1
 
 
-def _resized(image: Image, size: tuple[int, int], filters: Resampling, gap: float | None, ours: bool) -> Image:
-    """8 bits of red, green and blue, of a height and width, transparent parts on white.
+def _resized(image: Image, sizes: Sequence[tuple[int, int]], filters: Resampling, gap: float | None, ours: bool) -> list[Image]:
+    """8 bits of red, green and blue, of each height and width, transparent parts on white.
 
     gap    as Pillow's `reducing_gap`
     ours   as of `_prepared`
@@ -299,8 +304,11 @@ def _resized(image: Image, size: tuple[int, int], filters: Resampling, gap: floa
     colours = _rgb(image)
     if ours and all(each is not image for each in colours):
         image.close()
-    resized = [each.resize((size[1], size[0]), filters, reducing_gap=gap) for each in colours]
-    return resized[0] if len(resized) == 1 else pillow.merge("RGB", resized)
+    made = []
+    for height, width in sizes:
+        resized = [each.resize((width, height), filters, reducing_gap=gap) for each in colours]
+        made.append(resized[0] if len(resized) == 1 else pillow.merge("RGB", resized))
+    return made
 
 
 def _rgb(image: Image) -> list[Image]:

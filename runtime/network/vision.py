@@ -25,7 +25,19 @@ from edgeq.pictures.frames import FRAME, WINDOW, Frame, Grid, interpolated
 from edgeq.runtime.network.block_parts import norm
 from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, mlp_block
 from edgeq.targets.family_operations import RowMean
-from edgeq.targets.graph import Activate, Function, Graph, InjectVectors, Linear, Operation, PositionAdd, RmsNorm, Scale, Select
+from edgeq.targets.graph import (
+    Activate,
+    Function,
+    Graph,
+    InjectVectors,
+    LayerNorm,
+    Linear,
+    Operation,
+    PositionAdd,
+    RmsNorm,
+    Scale,
+    Select,
+)
 from edgeq.targets.rows import PAGE, VISION, Rows
 from edgeq.targets.target import Beside, OnProgress, Options, Target, no_progress
 
@@ -93,7 +105,10 @@ def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
     outs = ("joined", *(f"joined {name}" for name in taps))
     yield Select(-1, (last, *taps), outs, config.merge**2)
     for place, (joined, (p, kind)) in enumerate(zip(outs, projectors(config), strict=True)):
-        if kind == "joined":
+        if config.project_eps:
+            gain, bias = (metadata.arrays[f"{p}norm{end}"] for end in ("", "_bias"))
+            yield LayerNorm(-1, joined, gain, bias, config.project_eps, joined)
+        elif kind == "joined":
             yield norm(metadata, config, -1, joined, f"{p}norm", joined)
         last = joined
         if config.averaged:

@@ -79,7 +79,13 @@ def test_a_picture_goes_in_and_an_answer_comes_out(edgeq: Run, sees: Path, signs
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [pytest.param("states", 60, marks=pytest.mark.exhaustive), ("tiles", 28), ("averaged", 4), ("paligemma", 16)],
+    [
+        pytest.param("states", 60, marks=pytest.mark.exhaustive),
+        ("tiles", 28),
+        ("aspect", 16),
+        ("averaged", 4),
+        ("paligemma", 16),
+    ],
 )
 def test_models_of_every_kind_run_from_the_command_line(
     edgeq: Run, signs: Path, tmp_path: Path, name: str, tokens: int

@@ -70,6 +70,11 @@ def processor(kind: str) -> tuple[Any, Any]:
 
         sizes: dict[str, Any] = {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 42}}
         made = Idefics(**sizes) if kind == "idefics3" else SmolVlm(**sizes)
+    elif kind == "got-ocr2":
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil as GotOcr
+
+        # InternVL's processor says that pictures are cut.
+        made = GotOcr(size={"height": 42, "width": 42}, max_patches=6, crop_to_patches=True)
     else:
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil as Siglip
 
@@ -86,9 +91,11 @@ def compare(kind: str, mode: str, width: int, height: int) -> None:
     expected = made(images=[Image.open(io.BytesIO(data))], return_tensors="np")
     pixels = expected["pixel_values"]
     if found.tiles:
-        assert len(found.tiles) == pixels.shape[1] and found.tiles[-1].whole and not any(x.whole for x in found.tiles[:-1])
+        pixels = pixels if kind == "got-ocr2" else pixels[0]
+        assert len(found.tiles) == len(pixels) and found.tiles[-1].whole and not any(x.whole for x in found.tiles[:-1])
         assert math.prod(found.tiling) + 1 == len(found.tiles)
-        patches = [x.reshape(3, 3, 14, 3, 14).transpose(1, 3, 0, 2, 4).reshape(9, -1) for x in pixels[0]]
+        assert kind != "got-ocr2" or len(found.tiles) == expected["num_patches"][0]
+        patches = [x.reshape(3, 3, 14, 3, 14).transpose(1, 3, 0, 2, 4).reshape(9, -1) for x in pixels]
         assert all(np.abs(x.patches - y).max() <= 1e-6 for x, y in zip(found.tiles, patches, strict=True))
         return
     if kind == "qwen2-vl":
@@ -104,7 +111,7 @@ def compare(kind: str, mode: str, width: int, height: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("qwen2-vl", "RGB"), ("qwen2-vl", "LA"), ("clip", "P with alpha"), ("siglip", "RGB")]
-    + [("idefics3", "RGB"), ("smolvlm", "LA")],
+    + [("idefics3", "RGB"), ("smolvlm", "LA"), ("got-ocr2", "RGB")],
 )
 def test_pixels_are_those_of_transformers(kind: str, mode: str) -> None:
     compare(kind, mode, 57, 40)
@@ -113,7 +120,7 @@ def test_pixels_are_those_of_transformers(kind: str, mode: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "llava", "siglip", "idefics3", "smolvlm"])
+@pytest.mark.parametrize("kind", ["qwen2-vl", "clip", "llava", "siglip", "idefics3", "smolvlm", "got-ocr2"])
 def test_pixels_are_those_of_transformers_everywhere(kind: str, mode: str, size: tuple[int, int]) -> None:
     compare(kind, mode, *size)
 
@@ -137,6 +144,30 @@ def test_tiles_are_those_of_transformers_for_pictures_of_every_shape() -> None:
             assert asked == [found.size]
             assert found.pieces <= settings.most_tokens(edge)
             assert (found.rows * edge, found.columns * edge) == (found.size if found.pieces > 1 else (0, 0))
+
+
+def test_tiles_by_aspect_are_those_of_transformers_for_pictures_of_every_shape() -> None:
+    """Ties too: which of two as near proportions is taken depends on how large the picture is."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+    for least, most in ((1, 12), (2, 6), (1, 1), (3, 40)):
+        settings = ImageConfig(
+            sizing="aspect", mean=(0.5,) * 3, std=(0.5,) * 3, tile=448, min_tiles=least, max_tiles=most
+        )  # fmt: skip
+        shapes = np.random.default_rng(most).integers(30, 3000, (60, 2)).tolist()
+        for height, width in [*shapes, (448, 448), (630, 640), (640, 640), (300, 600), (700, 1400), (1400, 700)]:
+            columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
+            found = settings.tiling(height, width, 28, EVERY)
+            assert found.size == found.first == (448 * rows, 448 * columns), (height, width)
+            assert (found.rows, found.columns) == ((rows, columns) if rows * columns > 1 else (0, 0))
+            assert found.pieces * 256 <= settings.most_tokens(28)
+
+
+@pytest.mark.parametrize(("most", "pieces"), [(9, 1), (26, 1), (27, 3), (44, 3), (45, 5), (62, 5), (63, 7)])
+def test_a_picture_cut_by_aspect_never_has_more_tokens_than_it_may(most: int, pieces: int) -> None:
+    settings = ImageConfig(sizing="aspect", mean=(0.5,) * 3, std=(0.5,) * 3, tile=42, min_tiles=1, max_tiles=6)
+    found = read_picture(drawn("RGB", 96, 64), tower(settings, 1, 1), most)
+    assert len(found.tiles) == pieces and (found.notes == ()) == (pieces == 7)
 
 
 @pytest.mark.parametrize(("most", "pieces"), [(9, 1), (44, 1), (45, 5), (89, 5), (90, 10), (152, 10), (153, 17)])

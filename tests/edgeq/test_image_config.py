@@ -14,6 +14,7 @@ QWEN: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "min_pi
 CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 336}, "crop_size": 336}
 SIGLIP: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}}
 TILES: dict[str, Any] = {"image_processor_type": "Idefics3ImageProcessor"}
+GOT: dict[str, Any] = {"image_processor_type": "GotOcr2ImageProcessor"}
 READ = {
     "published Qwen2-VL": (QWEN, {"sizing": "factor", "min_pixels": 3136, "max_pixels": 12845056}),
     "Qwen2-VL by transformers 5": (
@@ -45,6 +46,15 @@ READ = {
         {"image_processor_type": "Idefics3ImageProcessorFast"},
         {"sizing": "tiles", "longest_edge": 1456, "tile": 364, "mean": (0.5,) * 3, "std": (0.5,) * 3},
     ),
+    "InternVL3": (
+        {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 448, "width": 448}, "max_patches": 12}
+        | {"crop_to_patches": False, "crop_size": None, "do_center_crop": None, "min_patches": 1},
+        {"sizing": "aspect", "tile": 448, "min_tiles": 1, "max_tiles": 12, "height": 0},
+    ),
+    "GOT-OCR2 by its defaults": (
+        {"image_processor_type": "GotOcr2ImageProcessor"},
+        {"sizing": "aspect", "tile": 384, "min_tiles": 1, "max_tiles": 12},
+    ),
     "Gemma 3": (
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}, "resample": 2}
         | {"do_pan_and_scan": None, "image_seq_length": 256, "pan_and_scan_min_crop_size": None},
@@ -70,6 +80,10 @@ REFUSED = {
     "one tile alone": (TILES | {"do_image_splitting": False}, UnsupportedError, "do_image_splitting False"),
     "tiles of other sizes": (TILES | {"do_pad": False}, UnsupportedError, "do_pad False"),
     "tiles by two edges": (TILES | {"max_image_size": {"height": 3}}, UnsupportedError, "max_image_size .* longest_edge"),
+    "tiles that are no squares": (GOT | {"size": {"height": 9, "width": 8}}, UnsupportedError, "9 x 8 .* expected a square"),
+    "tiles cropped": (GOT | {"crop_size": 9}, UnsupportedError, "keys crop_size"),
+    "more tiles than are tried": (GOT | {"max_patches": 65}, FormatError, "max_tiles is 65; expected an integer from 1 to 64"),
+    "fewer tiles at most": (GOT | {"min_patches": 13}, FormatError, "min_tiles is 13, above max_tiles, 12"),
     "a longest edge as text": (TILES | {"size": {"longest_edge": "9"}}, FormatError, "longest_edge is '9'"),
     "pan and scan": (
         {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True},
@@ -113,6 +127,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"sizing": "tiles", "min_pixels": 0, "max_pixels": 0, "longest_edge": 4096, "tile": 1},
         "longest_edge is 4096; expected at most 32 times tile",
     ),
+    "tiles larger together than a picture may be": (
+        {"sizing": "aspect", "min_pixels": 0, "max_pixels": 0, "tile": 8192, "min_tiles": 1, "max_tiles": 2},
+        "2 tiles of 8192 x 8192 pixels; expected at most 67108864",
+    ),
+    "tiles that are not used": ({"max_tiles": 6}, "max_tiles is 6"),
     "a tile that is not used": ({"tile": 14}, "image tile is 14"),
     "filter": ({"resampling": "x" * 1000}, "image resampling"),
     "pixels": ({"max_pixels": 1 << 50}, "max_pixels"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
@@ -27,18 +28,35 @@ SIZES = {"one tile": (36, 36), "in a row": (108, 30), "every tile": (100, 90), "
 
 
 class Case(NamedTuple):
+    """tokens: of a tile"""
+
     folder: Path
     path: Path
     model: Any
-    tokens_of_a_tile: int
+    tokens: int
 
 
-@pytest.fixture(scope="module", params=["tiles", "tiles_mistral"])
+@pytest.fixture(scope="module", params=["tiles", "tiles_mistral", "aspect", "aspect_rms"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = build(tmp_path_factory.mktemp("tiles") / "checkpoint", request.param)
     path = folder.parent / "m.edgeq"
     convert(str(folder), path, ConvertOptions(method="none", dtype="f32"), lambda *_: None)
-    return Case(folder, path, reference(folder), 4 if request.param == "tiles" else 1)
+    return Case(folder, path, reference(folder), 4 if request.param in ("tiles", "aspect") else 1)
+
+
+def seen_of(case: Case, pictures: list[Image.Image]) -> tuple[torch.Tensor, list[str]]:
+    """Pixels of the tiles, and what stands in a text for each picture, by transformers' processors."""
+    settings = json.loads((case.folder / "preprocessor_config.json").read_text())
+    if "GotOcr2" in settings["image_processor_type"]:
+        # As InternVL's processor does, whose tokenizer has to bring names for its tokens.
+        found = GotOcr2ImageProcessorPil(**settings | {"crop_to_patches": True})(pictures, return_tensors="pt")
+        return found["pixel_values"], [f"<img>{IMAGE * case.tokens * int(count)}</img>" for count in found["num_patches"]]
+    found = Idefics3ImageProcessorPil(**settings)([pictures], return_row_col_info=True, return_tensors="pt")
+    shown = [
+        get_image_prompt_string(rows, columns, case.tokens, AROUND, IMAGE, WHOLE)
+        for rows, columns in zip(found["rows"][0], found["cols"][0], strict=True)
+    ]
+    return found["pixel_values"], shown
 
 
 def divergence(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -52,12 +70,7 @@ def test_logits_after_pictures_are_those_of_transformers(case: Case, target: str
     rng = np.random.default_rng(3)
     width, height = SIZES[name]
     pictures = [Image.fromarray(rng.integers(0, 256, (h, w, 3), np.uint8)) for h, w in ((height, width), (50, 70))]
-    settings = json.loads((case.folder / "preprocessor_config.json").read_text())
-    seen = Idefics3ImageProcessorPil(**settings)([pictures], return_row_col_info=True, return_tensors="pt")
-    shown = [
-        get_image_prompt_string(rows, columns, case.tokens_of_a_tile, AROUND, IMAGE, WHOLE)
-        for rows, columns in zip(seen["rows"][0], seen["cols"][0], strict=True)
-    ]
+    pixels, shown = seen_of(case, pictures)
     text = "Of {}what is\nthere,{} and here?"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(case.folder / "tokenizer.json"))
     ids = tokenizer(text.format(*shown), return_tensors="pt").input_ids
@@ -66,9 +79,9 @@ def test_logits_after_pictures_are_those_of_transformers(case: Case, target: str
         assert prompt.tokens == ids[0].tolist()
         found = model.session().prefill(prompt)
     with torch.no_grad():
-        wanted = case.model(ids, pixel_values=seen["pixel_values"]).logits[0, -1].numpy()
+        wanted = case.model(ids, pixel_values=pixels).logits[0, -1].numpy()
     assert divergence(found, wanted) <= MAX_DIVERGENCE
-    blank = torch.ones_like(seen["pixel_values"])
+    blank = torch.ones_like(pixels)
     with torch.no_grad():
         other = case.model(ids, pixel_values=blank).logits[0, -1].numpy()
     assert divergence(other, wanted) > 100 * MAX_DIVERGENCE
@@ -94,10 +107,10 @@ def test_the_second_picture_is_kept_where_the_first_ends(case: Case) -> None:
     changed.paste(other.crop((60, 60, 100, 90)), (60, 60))
     with Model.load(case.path, target="reference", mode="a16", context=400, threads=1) as model:
         one, two = (model.prompt(f"See {IMAGE}?", images=[each]) for each in (first, changed))
-        assert one.tokens == two.tokens and len(one.pictures) == 10 and one.places[0].tokens == case.tokens_of_a_tile
+        assert one.tokens == two.tokens and len(one.pictures) >= 5 and one.places[0].tokens == case.tokens
         session = model.session()
         session.prefill(one)
         kept = session.keep_prefix(two)
         # The upper left tile is the same, the last ones are not.
-        assert one.places[0].end <= kept < one.places[8].start
+        assert one.places[0].end <= kept <= one.places[-2].start
         assert np.array_equal(session.prefill(two.after(kept)), model.session().prefill(two))

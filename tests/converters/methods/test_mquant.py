@@ -25,6 +25,7 @@ from edgeq.converters.methods.mquant import MQuant, MQuantTower
 from edgeq.converters.planning import preflight
 from edgeq.converters.rotation.hadamard import base_order, best_size, hadamard
 from edgeq.converters.running.readback import stored_tensors
+from edgeq.errors import UnsupportedError
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
 from edgeq.format.writer import Writer
@@ -34,7 +35,6 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.targets.rows import TEXT, VISION
-from tests.runtime.network.random_vlm import no_texts
 
 TOLERANCE = 1e-3
 
@@ -59,15 +59,15 @@ def prompt_of(file: ModelFile, spread: float = 1.0) -> Prompt:
     """Text, two pictures, of other shapes where the model takes several, text."""
     vision = file.metadata.config.vision
     assert vision
-    rng, edge = np.random.default_rng(3), vision.token_edge
-    one = (1, vision.image.height // edge, vision.image.width // edge)
+    rng, image = np.random.default_rng(3), vision.image
+    one = (1, *((edge or image.tile) // vision.patch_size for edge in (image.height, image.width)))
     grids = ((1, 4, 6), (1, 8, 2)) if vision.sizes_vary else (one, one)
     pictures = [
         Picture(np.float32(spread) * rng.standard_normal((h * w, vision.patch_width), np.float32), (t, h, w), bytes([i]))
         for i, (t, h, w) in enumerate(grids)
     ]
     tokens = [*rng.integers(2, 2048, 6).tolist(), START, IMAGE, 7, 8, START, IMAGE, *rng.integers(2, 2048, 9).tolist()]
-    return with_pictures(tokens, pictures, vision, no_texts)
+    return with_pictures(tokens, pictures, vision, lambda text: [2 + len(text)])
 
 
 def logits_of(path: Path, target: str, rows: int = 256, spread: float = 1.0) -> NDArray[np.float32]:
@@ -96,7 +96,7 @@ def near(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
     return found.shape == wanted.shape and float(np.abs(found - wanted).max()) < TOLERANCE * float(np.abs(wanted).max())
 
 
-OTHERS = ("windows", "head80", "padded", "siglip_qwen2", "clip_llama", "clip_mistral")
+OTHERS = ("windows", "head80", "padded", "siglip_qwen2", "clip_llama", "clip_mistral", "aspect")
 
 
 @pytest.mark.parametrize("name", ["taps", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
@@ -104,13 +104,19 @@ def test_every_transformation_leaves_the_logits(tmp_path: Path, monkeypatch: pyt
     plain, changed = exact(build(tmp_path / "source", name), tmp_path / "files", monkeypatch)
     linears, vision = changed.metadata.linears, changed.metadata.config.vision
     # Where a projector needs the means of the stream, LayerNorm stays.
-    assert vision and vision.layer_norm == (vision.project_norm == "none" or bool(vision.tap_layers))
+    assert vision and vision.layer_norm == (vision.project_norm != "patch" or bool(vision.tap_layers))
     taps = [f"vision.taps.{index}.project.1" for index in range(len(vision.tap_layers))]
     for layer in ("layers.0.down", "vision.layers.0.down", "vision.project.1", *taps):
         assert linears[layer].transform and linears[layer].split_row, layer
     wanted = logits_of(plain.path, "reference")
     assert near(logits_of(changed.path, "reference"), wanted)
     assert near(logits_of(changed.path, "cpu", 7), wanted)
+
+
+def test_norms_of_two_kinds_in_a_tower_are_refused(tmp_path: Path, samples: Path) -> None:
+    source = build(tmp_path / "source", "aspect_rms")
+    with pytest.raises(UnsupportedError, match="RMS norms in its layers and a LayerNorm before the projector"):
+        made(source, samples, tmp_path / "m.edgeq")
 
 
 @pytest.fixture(scope="module")

@@ -355,11 +355,65 @@ def test_what_a_qwen3_vl_cannot_have_is_named(taps: Path, keys: dict[str, Any], 
         changed(taps, **keys)
 
 
+@pytest.fixture(scope="module")
+def aspect(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("aspect"), "aspect")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message"),
+    [
+        ({"text_config": 3}, CheckpointError, "text_config is 3; expected an object"),
+        (
+            {"text_config__model_type": "qwen3_moe"},
+            UnsupportedError,
+            "model_type 'qwen3_moe' is not supported",
+        ),
+        ({"downsample_ratio": 0.3}, UnsupportedError, "downsample_ratio is 0.3; supported: 1, 1 / 2 and 1 / 4"),
+        ({"downsample_ratio": True}, UnsupportedError, "downsample_ratio is True"),
+        ({"downsample_ratio": 1 / 3}, UnsupportedError, "downsample_ratio is 0.333"),
+        ({"vision_feature_select_strategy": "full"}, UnsupportedError, "joins the class row with patches"),
+        ({"vision_config__norm_type": "batch_norm"}, UnsupportedError, "norm_type is 'batch_norm'; supported: layer_norm"),
+        ({"vision_config__norm_type": []}, UnsupportedError, "norm_type is .*; supported: layer_norm, rms_norm"),
+        ({"vision_config__use_qk_norm": True}, UnsupportedError, "layer_norm_eps 0.03 with use_qk_norm"),
+        ({"vision_config__use_qk_norm": "no"}, CheckpointError, "use_qk_norm is 'no'; expected true or false"),
+        ({"vision_config__attention_bias": 1}, CheckpointError, "attention_bias is 1; expected true or false"),
+        ({"vision_config__image_size": [24, 30]}, UnsupportedError, "two equal numbers"),
+        ({"vision_config__image_size": [30, 30]}, UnsupportedError, "does not divide a side of 5 patches"),
+        ({"vision_config__patch_size": [None, None]}, CheckpointError, "patch_size is None; expected an integer"),
+        ({"vision_config__image_size": 36}, CheckpointError, "position_rows is 37; expected 17"),
+        ({"vision_config__use_mean_pooling": False}, UnsupportedError, "use_mean_pooling is False"),
+        ({"vision_config__use_absolute_position_embeddings": False}, UnsupportedError, "use_absolute_position_embeddings"),
+    ],
+)
+def test_what_an_internvl_cannot_have_is_named(aspect: Path, keys: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        changed(aspect, **keys)
+
+
+def test_what_a_layer_of_an_internvl_adds_has_its_factors_in_its_rows(aspect: Path, tmp_path: Path) -> None:
+    """And the bias of the patches is in their positions, that of the class row in its own."""
+    file, tensors = made(aspect, tmp_path / "m.edgeq", method="none", dtype="f32"), load_file(aspect / "model.safetensors")
+    stored = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    layer, embeddings = "vision_tower.encoder.layer.1.", "vision_tower.embeddings."
+    for ours, theirs, scale in (("o", "attention.projection_layer", "lambda_1"), ("down", "mlp.fc2", "lambda_2")):
+        wanted = stored[f"{layer}{theirs}.bias"] * stored[f"{layer}{scale}"]
+        bias = file.metadata.linears[f"vision.layers.1.{ours}"].bias
+        assert bias and np.array_equal(file.array(bias), wanted.numpy())
+    table = file.array(file.metadata.arrays["vision.positions"])
+    positions = stored[f"{embeddings}position_embeddings"][0]
+    assert np.array_equal(table[0], (positions[0] + stored[f"{embeddings}cls_token"][0, 0]).numpy())
+    # The first patch of the second row is joined with those of the first.
+    wanted = positions[1 + 4] + stored[f"{embeddings}patch_embeddings.projection.bias"]
+    assert np.array_equal(table[1 + 2], wanted.numpy())
+
+
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [
         ("LlavaNextForConditionalGeneration", "cuts pictures into tiles in a way of its own; supported instead: LLaVA-1.5"),
         ("Qwen3VLMoeForConditionalGeneration", "experts beside a vision tower; supported instead: Qwen3-VL without experts"),
+        ("InternVLChatModel", "runs by code of its own; convert the checkpoint of the same model whose name ends in -HF"),
         ("LlavaLlamaForCausalLM", "does not carry its vision tower; convert the llava-hf checkpoint"),
     ],
 )

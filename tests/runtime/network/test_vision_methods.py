@@ -20,7 +20,7 @@ FEW: dict[str, Any] = {"calibration_rows": 2, "calibration_length": 64}
 # Layers with a state are left out: in 4 bits random ones lose of the picture as much by rtn (0.922 where another picture has
 # 0.815, 0.938 by awq with a head of as many bits; with experts 0.937 of 0.913, and 0.941), and a head of 4 bits, which
 # calibrated methods may choose, is their table too.
-PLAIN = [name for name in MODELS if not name.startswith(("states", "tiles"))]
+PLAIN = [name for name in MODELS if not name.startswith(("states", "tiles", "aspect"))]
 QUESTION = [{"role": "user", "content": "What is it?"}]
 Source = Callable[[str], Path]
 
@@ -81,16 +81,17 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
 
 
 @pytest.mark.exhaustive
-def test_methods_stay_nearer_to_a_picture_in_tiles_than_another_picture_is(source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiles", "aspect"])
+def test_methods_stay_nearer_to_a_picture_in_tiles_than_another_picture_is(source: Source, tmp_path: Path, name: str) -> None:
     """Texts beside tiles have a larger share in what follows them."""
-    convert(str(source("tiles")), tmp_path / "none.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)
+    convert(str(source(name)), tmp_path / "none.edgeq", ConvertOptions(method="none", dtype="f32"), lambda *_: None)
     wanted = logits(tmp_path / "none.edgeq")
     with Model.load(tmp_path / "none.edgeq", context=256, threads=1) as model:
         other = like(model.session().prefill(asked(model, "white")), wanted)
     for method in sorted(set(METHODS) - {"none", "mquant", "as-stored", "quarot", "resq"}):
         path = tmp_path / f"{method}.edgeq"
         calibrated = {} if method in ("rtn", "ttq") else FEW
-        convert(str(source("tiles")), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
+        convert(str(source(name)), path, ConvertOptions(method=method, **calibrated), lambda *_: None)
         assert like(logits(path), wanted) > (1 + other) / 2, method
 
 

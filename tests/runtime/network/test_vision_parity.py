@@ -111,7 +111,7 @@ class Case:
         rest = (image.height or image.tile) - rows * side
         pixels = torch.from_numpy(np.pad(images, ((0, 0), (0, 0), (0, rest), (0, rest))))
         # Tiles of a text are one entry of a batch.
-        return {"pixel_values": pixels[None] if image.tile else pixels}
+        return {"pixel_values": pixels[None] if image.sizing == "tiles" else pixels}
 
     def expected(self, prompt: Prompt) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """transformers' logits [tokens, vocab] and positions [axes, tokens]."""
@@ -132,7 +132,7 @@ class Case:
         return logits, found[:, 0].numpy()
 
     def tower(self, picture: Picture) -> dict[str, NDArray[np.float32]]:
-        """transformers' patch embedding, stream after the last layer and features of a picture."""
+        """transformers' patch embedding, perhaps with positions, stream after the last layer and features of a picture."""
         import torch
 
         wanted: dict[str, NDArray[np.float32]] = {}
@@ -140,6 +140,10 @@ class Case:
         if "image_grid_thw" in seen:
             visual = self.model.model.visual
             hooks = {"patch": visual.patch_embed, "layers": visual.blocks[layers - 1]}
+        elif self.vision.image.sizing == "aspect":
+            # The bias of patches is in the positions.
+            visual = self.model.model.vision_tower
+            hooks = {"placed": visual.embeddings, "layers": visual.encoder.layer[layers - 1]}
         else:
             visual = self.model.model.vision_model if self.vision.image.tile else self.model.model.vision_tower
             hooks = {"patch": visual.embeddings.patch_embedding, "layers": visual.encoder.layers[layers - 1]}
@@ -152,10 +156,12 @@ class Case:
         for hook in taken:
             hook.remove()
         features = [found.pooler_output, *getattr(found, "deepstack_features", ())]
-        if wanted["patch"].ndim == 4:
+        if "image_grid_thw" not in seen:
             (row, column), (_, _, columns) = patch_places(picture.grid, self.vision.merge), picture.grid
-            wanted["patch"] = wanted["patch"][0].reshape(len(wanted["patch"][0]), -1).T[row * columns + column]
-            wanted["layers"] = wanted["layers"][0][int(self.vision.class_row) :][row * columns + column]
+            if "patch" in wanted:
+                wanted["patch"] = wanted["patch"][0].reshape(len(wanted["patch"][0]), -1).T[row * columns + column]
+            for key in wanted.keys() - {"patch"}:
+                wanted[key] = wanted[key][0][int(self.vision.class_row) :][row * columns + column]
         return wanted | {"features": np.concatenate([each[0].numpy() for each in features], 1)}
 
 
@@ -226,7 +232,9 @@ def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> Non
     # The same list of operations, cut short.
     graph = tower(file.metadata)
     last = next(i for i, o in enumerate(graph.operations) if isinstance(o, Select)) - (found.vision.project_norm == "patch")
-    for key, count in (("patch", 2), ("layers", last)):
+    for key, count in (("patch", 2), ("placed", 3), ("layers", last)):
+        if key not in wanted[0]:
+            continue
         short = replace(graph, operations=(*graph.operations[:count], Select(-1, ("x",))), result="x")
         program = load(target).compile(short, file, Options("a16", 1, max_rows=40, max_logits=40, kv=KvCodec()))
         made.program = program
@@ -249,6 +257,8 @@ def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> Non
         ("tiles", "three", 7),
         ("tiles_mistral", "two", 256),
         ("averaged", "three", 7),
+        ("aspect", "three", 7),
+        ("aspect_rms", "two", 256),
         ("clip_llama", "three", 256),
         ("clip_mistral", "text_first", 7),
         ("siglip_qwen2", "image_last", 256),
@@ -338,6 +348,7 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     ),
     "another activation of the tower": ("states", lambda c: _of_tower(c, hidden_act="quick_gelu")),
     "a norm behind the joined": ("tiles", lambda c: _of_tower(c, project_norm="none")),
+    "the eps of the layers before a projector": ("aspect", lambda c: _of_tower(c, project_eps=0.0)),
     "tokens of a picture that see what is before them": ("averaged", lambda c: replace(c, whole_pictures=False)),
     "a window that a picture widens": ("averaged", lambda c: replace(c, sliding_windows=(9, 0, 9))),
     "another base in the tower": ("states", lambda c: _of_tower(c, rope=Rope(1e4, "axial", sections=(10, 10)))),
