@@ -113,7 +113,8 @@ def run_streams(
     counts = [] if beside else [stream.needed for stream in streams]
     if counts and all(counts):
         # Of several texts one that ends would waste the run of all.
-        largest = run_largest(items, max(counts), ahead and len(streams) == 1)
+        draws = [stream.sampler.coming() for stream in streams] if ahead and len(streams) == 1 else []
+        largest = run_largest(items, max(counts), draws)
         if largest is not None:
             for stream in streams:
                 stream.session.logits = None

@@ -22,7 +22,8 @@ from edgeq.runtime.answers.constraint import Matcher
 from edgeq.runtime.answers.repetition import Breakers, goes_round, penalties
 from edgeq.runtime.answers.thinking import AfterThinking
 from edgeq.runtime.arguments import instance, integer, real, wrong
-from edgeq.targets.capabilities import Largest
+from edgeq.runtime.uniforms import Uniforms
+from edgeq.targets.capabilities import Draw, Largest
 
 ArrayF64 = NDArray[np.float64]
 RUN = 64
@@ -298,16 +299,11 @@ def certain(token: int) -> Candidates:
 
 
 class Sampler:
-    """Draws one token after another from one seeded generator (PCG64).
-
-    sample   which of several texts of one prompt; all but the first have generators of their own, derived from the seed
-    """
+    """Draws one token after another.  `sample`: as of Uniforms."""
 
     def __init__(self, sampling: Sampling, rules: Rules = NO_RULES, sample: int = 0) -> None:
         self.sampling, self.rules = sampling, rules
-        derived = sample and sampling.seed is not None
-        seed = np.random.SeedSequence(sampling.seed, spawn_key=(sample,)) if derived else sampling.seed
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._uniforms = Uniforms(sampling.seed, sample)
 
     def needed(self, history: Sequence[int]) -> int:
         """The largest logits that the draw after `history` needs; 0: all."""
@@ -318,7 +314,12 @@ class Sampler:
 
     def uniform(self) -> float:
         """From 0 to, and without, 1."""
-        return float(self._random.random())
+        return self._uniforms.take()
+
+    def coming(self) -> Draw:
+        """How the next two tokens are drawn, without drawing them."""
+        s = self.sampling
+        return Draw(s.temperature, s.top_k, s.top_p, s.min_p, self._uniforms.coming()) if s.temperature else Draw()
 
     def pick(self, among: Candidates) -> int:
         """One of the candidates, by their probabilities."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,20 @@ class Largest:
     finite: NDArray[np.bool_]
 
 
+class Draw(NamedTuple):
+    """How the token after a row is drawn from its largest numbers, by the formulas of runtime/sampling.py.
+
+    temperature   0: it is the largest
+    uniforms      numbers from 0 to, and without, 1: of this draw, and of the one after the token that it gives
+    """
+
+    temperature: float = 0.0
+    top_k: int = 1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    uniforms: tuple[float, float] = (0.0, 0.0)
+
+
 @runtime_checkable
 class FindsLargest(Program, Protocol):
     """A Program whose device finds the largest numbers of its result, so that the host need not have all of it.
@@ -114,12 +128,12 @@ class FindsLargest(Program, Protocol):
     largest_rows: int
 
     def run_largest(
-        self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None, *, ahead: bool = False
+        self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None, *, ahead: Sequence[Draw] = ()
     ) -> Largest:
         """The `count` largest numbers of each row of what `run` gives, with requantized weights if there are some.
 
-        ahead   the largest of each row is likely to be the next token of its session, whose pages have room for it: a device
-                may start that run before the host has seen it
+        ahead   how the next token of each row's session is likely to be drawn, whose pages have room for it: a device may
+                draw it too, and start the run of that token before the host has seen it
 
         Valid until the next run.  ValueError: more than `most_largest`, or none, or of more than `largest_rows` rows.
         """

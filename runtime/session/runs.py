@@ -20,7 +20,7 @@ from edgeq.pictures.prompt import PicturePlace, Prompt, positions
 from edgeq.pictures.whole_pictures import next_run, seen_ends, seen_ranges
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.whole_text import WholeTexts
-from edgeq.targets.capabilities import Largest
+from edgeq.targets.capabilities import Draw, Largest
 from edgeq.targets.rows import TEXT, VISION, Page, Rows
 from edgeq.targets.states import SessionState
 
@@ -70,7 +70,7 @@ class Runnable(Protocol):
 
     def holds(self, count: int) -> bool: ...
 
-    def largest_of(self, rows: Rows, count: int, ahead: bool) -> Largest: ...
+    def largest_of(self, rows: Rows, count: int, ahead: Sequence[Draw]) -> Largest: ...
 
     def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...], whole: bool) -> None: ...
 
@@ -176,10 +176,10 @@ def run_drafting(items: Sequence[BatchItem]) -> list[Logits]:
     return [found[i] for i in range(len(items))]
 
 
-def run_largest(items: Sequence[BatchItem], count: int, ahead: bool = False) -> list[Largest] | None:
+def run_largest(items: Sequence[BatchItem], count: int, ahead: Sequence[Draw] = ()) -> list[Largest] | None:
     """The `count` largest logits after each item, which wants those of its last token, from one run as that of `run_together`.
 
-    ahead   each is likely to go on with the token of its largest logit
+    ahead   how the next token of each is drawn, where each is likely to go on with it
 
     None: nothing was run, as the target gives only all logits, or has no room for so many rows.
     """
@@ -190,8 +190,8 @@ def run_largest(items: Sequence[BatchItem], count: int, ahead: bool = False) -> 
     found = dict[int, Largest]()
     for group in _by_weights(items):
         with _rows_in_turn([items[i] for i in group]) as rows:
-            held = ahead and all(items[i].session.holds(len(items[i].tokens) + 1) for i in group)
-            every = items[group[0]].session.largest_of(rows, count, held)
+            held = len(ahead) > 0 and all(items[i].session.holds(len(items[i].tokens) + 1) for i in group)
+            every = items[group[0]].session.largest_of(rows, count, [ahead[i] for i in group] if held else ())
             for row, i in enumerate(group):
                 at = slice(row, row + 1)
                 found[i] = Largest(every.ids[at].copy(), every.values[at].copy(), every.finite[at].copy())

@@ -24,7 +24,7 @@ from edgeq.runtime.session.requantize import SessionRequantizer
 from edgeq.runtime.session.runs import BatchItem, Chunks, Logits, RowOrder, run_together
 from edgeq.runtime.session.session_file import Origin
 from edgeq.runtime.session.whole_text import WholeTexts
-from edgeq.targets.capabilities import FindsLargest, HoldsStates, Largest
+from edgeq.targets.capabilities import Draw, FindsLargest, HoldsStates, Largest
 from edgeq.targets.requantization import Weights
 from edgeq.targets.rows import Page, Rows
 from edgeq.targets.states import SessionState
@@ -354,7 +354,7 @@ class Session:
         program = self._program
         return program.most_largest if program.most_largest and rows <= cast(FindsLargest, program).largest_rows else 0
 
-    def largest_of(self, rows: Rows, count: int, ahead: bool) -> Largest:
+    def largest_of(self, rows: Rows, count: int, ahead: Sequence[Draw]) -> Largest:
         """Run as `run_rows`; the `count` largest logits of each result, as `FindsLargest.run_largest`."""
         return cast(FindsLargest, self._program).run_largest(rows, count, weights=self.weights, ahead=ahead)
 

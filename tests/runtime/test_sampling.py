@@ -8,6 +8,7 @@ import pytest
 from edgeq.errors import FormatError, InputError
 from edgeq.runtime import Sampling
 from edgeq.runtime.sampling import Rules, Sampler, candidates, distribution, logprobs
+from edgeq.targets.capabilities import Draw
 
 # Probabilities 0.4, 0.3, 0.2, 0.06, 0.04 at ids 2, 0, 4, 1, 3.
 PROBABILITIES = np.array([0.3, 0.06, 0.4, 0.04, 0.2])
@@ -246,3 +247,14 @@ def test_texts_of_one_prompt_have_seeds_of_their_own_that_follow_from_the_seed()
     ]
     assert draws(1) == draws(1) and len({tuple(draws(i)) for i in range(5)}) == 5
     assert draws(1, seed=6) != draws(1) and draws(1, seed=None) != draws(1, seed=None)
+
+
+def test_numbers_that_were_looked_at_are_those_that_are_drawn_by() -> None:
+    """A seed's sequence is that of numpy's generator, however often a target was told what comes."""
+    sampler, wanted = Sampler(Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, seed=11)), np.random.PCG64(11)
+    numbers = np.random.Generator(wanted).random(12).tolist()
+    for i in range(10):
+        if i % 4:
+            assert sampler.coming() == sampler.coming() == (0.7, 9, 0.8, 0.1, (numbers[i], numbers[i + 1]))
+        assert sampler.uniform() == numbers[i]
+    assert Sampler(Sampling()).coming() == Draw()

@@ -37,6 +37,7 @@ RECORDS: Mapping[str, type[Arguments]] = {
     "inject": rows.InjectArguments,
     "select": rows.SelectArguments,
     "largest": rows.LargestArguments,
+    "draw": rows.DrawArguments,
     "read_memory": rows.ReadMemoryArguments,
     "head_norm": heads.HeadNormArguments,
     "value_norm": heads.ValueNormArguments,

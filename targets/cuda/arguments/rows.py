@@ -196,6 +196,20 @@ class LargestArguments(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrawArguments(Arguments):
+    """values, ids   f32 and i32 [tokens][count], in falling order
+    draws         f64 [tokens][5]: temperature, top_k, top_p, min_p, and a number from 0 to 1
+    drawn         i32 [tokens]
+    """
+
+    values: Address
+    ids: Address
+    draws: Address
+    drawn: Address
+    count: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReadMemoryArguments(Arguments, run=()):
     """x        u32, read by `ctas` blocks of threads in `rounds` rounds
     out      u32 [ctas][128]

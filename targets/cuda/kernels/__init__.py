@@ -6,6 +6,7 @@ generates nothing.  A vector load wants its multiple visible where it is: `buffe
 
 from edgeq.targets.cuda.kernels.attention import attend
 from edgeq.targets.cuda.kernels.cache import cache_write, cache_write_int4, cache_write_int8
+from edgeq.targets.cuda.kernels.draw import draw
 from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, scatter
 from edgeq.targets.cuda.kernels.factors import array_scale, gate, share_scale, soft_cap
 from edgeq.targets.cuda.kernels.floats import embed_float, float_product
@@ -32,8 +33,8 @@ FUNCTIONS = {
         quantize_input_static, float_product, embed, embed_float,
         rms_norm, layer_norm, head_norm, value_norm, gated_norm, activate, activate_clamped, scale, array_scale, soft_cap, gate,
         inject, select, rope, head_rotate, cache_write, cache_write_int8, cache_write_int4, attend, arrange, butterflies,
-        split_row, add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, low_rank, low_rank_add,
-        read_memory, short_conv, row_before, state_scan, state_keep,
+        split_row, add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, draw, low_rank,
+        low_rank_add, read_memory, short_conv, row_before, state_scan, state_keep,
     )
 }  # fmt: skip
 RESIDENT = {

@@ -1,10 +1,14 @@
-"""The launches that find the largest numbers of the rows of a result."""
+"""The launches that find the largest numbers of the rows of a result, and draw from them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeq.targets.cuda.arguments.rows import LargestArguments, LargestResultArguments
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeq.targets.cuda.arguments.rows import DrawArguments, LargestArguments, LargestResultArguments
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Variant
 
@@ -12,22 +16,38 @@ SLICE = 4096
 """Numbers of a row that one block looks through."""
 MAX_COUNT = 64
 """Largest numbers that are asked for."""
+DRAWS = "draws"
+"""The memory of what a run says of its draws, by name."""
+DRAW_NUMBERS = 5
+"""Numbers of a draw, float64: those of Draw in its order, with one of its uniforms."""
 
 
 @dataclass(frozen=True)
 class Chosen:
     """Where the largest numbers of rows are: values f32 [rows][count], ids i32 [rows][count], finite i32 [rows]; and the
-    kernels that bring them there, with their arguments."""
+    kernels that bring them there, with their arguments.
+
+    draws   the last of these kernels draws from them, as DRAWS says
+    next    where the tokens are that a run can follow with, i32 [rows]: those drawn, else the largest, where `count` is 1
+    """
 
     count: int
     values: int
     ids: int
     finite: int
-    launches: tuple[tuple[Variant, LargestArguments], ...]
+    launches: tuple[tuple[Variant, LargestArguments | DrawArguments], ...]
+    draws: bool
+    next: int
 
     def results(self, rows: int) -> list[tuple[int, int]]:
-        """Addresses and bytes of values, ids and finite, for so many rows."""
-        return [(self.values, 4 * rows * self.count), (self.ids, 4 * rows * self.count), (self.finite, 4 * rows)]
+        """Addresses and bytes of values, ids, finite and what was drawn, for so many rows."""
+        found = [(self.values, 4 * rows * self.count), (self.ids, 4 * rows * self.count), (self.finite, 4 * rows)]
+        return [*found, (self.next, 4 * rows)] if self.draws else found
+
+    def tokens(self, found: Sequence[NDArray[np.uint8]], rows: int) -> list[int]:
+        """What is at `next`, of the results of a run."""
+        tokens: list[int] = found[3 if self.draws else 1].view(np.int32)[:rows].tolist()
+        return tokens
 
 
 def most(width: int) -> int:
@@ -35,8 +55,8 @@ def most(width: int) -> int:
     return min(MAX_COUNT, width, SLICE // -(-width // SLICE))
 
 
-def largest(storage: Storage, x: int, width: int, rows: int, count: int) -> Chosen:
-    """For x f32 [rows][width], of which `rows` is the most that a run has."""
+def largest(storage: Storage, x: int, width: int, rows: int, count: int, draws: bool = False) -> Chosen:
+    """For x f32 [rows][width], of which `rows` is the most that a run has; `draws`: as of Chosen."""
     parts = -(-width // SLICE)
 
     def memory(name: str, numbers: int) -> int:
@@ -52,10 +72,14 @@ def largest(storage: Storage, x: int, width: int, rows: int, count: int) -> Chos
     given, sound = of_parts.ids, of_parts.finite
     result = whole if parts == 1 else of_parts
     first = LargestArguments(x=x, given=given, sound=sound, result=result, width=width, sounds=0, count=count)
-    launches = [(Variant("largest", (True, SLICE)), first)]
+    launches: list[tuple[Variant, LargestArguments | DrawArguments]] = [(Variant("largest", (True, SLICE)), first)]
     if parts > 1:
         second = LargestArguments(
             x=of_parts.values, given=given, sound=sound, result=whole, width=parts * count, sounds=parts, count=count
         )
         launches.append((Variant("largest", (False, SLICE)), second))
-    return Chosen(count, whole.values, whole.ids, whole.finite, tuple(launches))
+    if draws:
+        sent, drawn = storage.named(DRAWS, rows * DRAW_NUMBERS * 8), memory("drawn", 1)
+        each = DrawArguments(values=whole.values, ids=whole.ids, draws=sent, drawn=drawn, count=count)
+        launches.append((Variant("draw", (MAX_COUNT, DRAW_NUMBERS)), each))
+    return Chosen(count, whole.values, whole.ids, whole.finite, tuple(launches), draws, drawn if draws else whole.ids)

@@ -13,18 +13,28 @@ from numpy.typing import NDArray
 
 from edgeq.targets.cuda.lowering.cache import CacheKind
 from edgeq.targets.cuda.lowering.context import Angles, Gather
+from edgeq.targets.cuda.lowering.largest import DRAWS
 from edgeq.targets.cuda.lowering.states import OF_STATES
 from edgeq.targets.cuda.run.states import sent_of_states
 from edgeq.targets.cuda.run.storage import POOL_UNIT, CudaPart
 from edgeq.targets.rows import PAGE, Page, Rows
 
 Sent = Mapping[object, NDArray[Any]]
+Draws = Sequence[Sequence[float]]
+"""The numbers of each row's draw, in the order that the kernel reads."""
+NO_DRAW = (1.0, 1, 1.0, 0.0, 0.0)
+"""The numbers of one that gives the largest."""
 OF_ROWS = ("tokens", "slots", "last of causal", "positions", "tables")
 """What differs between the rows of plain text, by its name in `Feed.of`."""
 NEIGHBOURS = 256
 """Positions whose angles are computed at once, as a text comes to them one by one."""
 MAX_TABLES = 64
 """Such tables that are kept: 16 MiB for heads of 128 dimensions."""
+
+
+def padded_draws(draws: Draws, count: int) -> Draws:
+    """Those of the rows of a class."""
+    return [*draws, *[NO_DRAW] * (count - len(draws))]
 
 
 class AngleRows:
@@ -78,6 +88,7 @@ class SentBlock:
         self._rows = {name: [views[key] for i in stages if (key := (name, "sent", i)) in views] for name in OF_ROWS}
         self._states = {name: views[key] for name in OF_STATES if (key := (name, "sent", 0)) in views}
         self._tables = [(kind.windowed, views[kind], kind.start // POOL_UNIT) for kind in kinds if kind in views]
+        self._draws = views.get(DRAWS)
         self._angles = [(kept, views[each, "cos"], views[each, "sin"]) for each, kept in angles.items()]
         self._wanted = np.arange(rows, dtype=np.int32).tobytes()
         self._written: list[list[int]] = [[] for _ in self._tables]
@@ -98,7 +109,7 @@ class SentBlock:
             return False
         return self._wanted.startswith(rows.wanted.tobytes())
 
-    def fill(self, rows: Rows, padding: Page) -> None:
+    def fill(self, rows: Rows, padding: Page, draws: Draws = ()) -> None:
         """Write a run that it `takes`; rows that the run does not have are of a session with that page, and the first in it."""
         slots, sessions, positions = rows.slots.tolist(), rows.sessions.tolist(), rows.positions[0].tolist()
         extra = self._count - len(slots)
@@ -116,6 +127,8 @@ class SentBlock:
         if rows.states:
             for name, numbers in sent_of_states(rows, self._count, self._base).items():
                 self._states[name][:] = numbers
+        if self._draws is not None:
+            self._draws[:] = padded_draws(draws, self._count)
         for kept, cos, sin in self._angles:
             kept.fill(cos, sin, values["positions"])
 

@@ -31,18 +31,18 @@ RECORDINGS = 16
 """Recordings of the program's launches that memory is reserved for; of more the least recently used are dropped."""
 STEP_BYTES = 16 << 10
 """Memory that a step of a recording is taken to need on the device; drivers do not state it."""
-OTHER_STEPS = 8
-"""Steps of a recording beside the kernels of a run: the block to the device and tokens within it, the search for the largest,
-results from it."""
+OTHER_STEPS = 10
+"""Steps of a recording beside the kernels of a run: the block to the device and tokens within it, the search for the largest
+and a draw from them, results from it."""
 BLOCK_BYTES = 8 << 20
 """Reserved for the blocks of all recordings; the longest page tables are 512 KiB."""
 ALIGNMENT = 16
-MAX_BYTES = 64 << 10
-"""Bytes of the largest numbers of a result, where those are more than all of it."""
-TURN_BYTES = 1 << 10
-"""Bytes of the largest number of each row, which a run brings back while the one before it is being read."""
 TURNS = 2
 """Recordings of runs that are started ahead, of one kind: one is written while the other waits."""
+TURN_BYTES = 40 << 10
+"""Bytes of the largest numbers of each row, which a run brings back while those of the one before it are being read."""
+MAX_BYTES = (1 + TURNS) * TURN_BYTES
+"""Bytes of all of those, where they are more than a whole result."""
 Results = Sequence[tuple[int, int]]
 """Address on the device, and bytes."""
 Places = Mapping[object, tuple[int, int]]
@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
     weights   number of the requantized weights, 0: the file's
     rows      of the class;  parts: of the context that its pages reach
-    largest   how many numbers of each row of the result are found; 0: all are copied
+    largest   how many numbers of each row of the result are found; 0: all are copied.  draws: a token is drawn from them
     turn      0: the host sends its tokens.  1, 2: they are what the run before it found, and of such runs one is written by the
               host while the other waits to be copied
     """
@@ -66,6 +66,7 @@ class Key(NamedTuple):
     rows: int
     parts: int
     largest: int = 0
+    draws: bool = False
     turn: int = 0
 
 

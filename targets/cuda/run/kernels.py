@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from edgeq.targets.cuda.arguments.record import Value
 from edgeq.targets.cuda.device.device import Call, Device, Kernel
 from edgeq.targets.cuda.lowering.attention import SIDE_BY_SIDE
 from edgeq.targets.cuda.lowering.context import Launch, Lowered, Routed
@@ -64,15 +65,19 @@ class ProgramKernels:
         scalars["pool"] = scalars["numbers"] = self._pool
         scalars["parts"] = reach.parts if tokens * reach.parts <= SIDE_BY_SIDE else 0
         scalars |= {name: weights.address(ref) for name, ref in launch.moved.items()} if weights else {}
-        if moved:
-            pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}
-            scalars |= {name: moved[int(at)] for name, at in scalars.items() if name in pointers and at in moved}
-        return Call(kernel, *kernel.generated.bind(scalars))
+        return _bound(kernel, scalars, moved)
 
-    def choosing(self, chosen: Chosen, rows: int) -> list[Call]:
-        """The launches that find the largest numbers of so many rows of the result."""
+    def choosing(self, chosen: Chosen, rows: int, moved: Mapping[int, int] | None = None) -> list[Call]:
+        """The launches that find the largest numbers of so many rows of the result; moved: as of `call`."""
         kernels = [(self.loaded[variant], arguments.by_name) for variant, arguments in chosen.launches]
-        return [Call(kernel, *kernel.generated.bind({**by_name, "tokens": rows})) for kernel, by_name in kernels]
+        return [_bound(kernel, {**by_name, "tokens": rows}, moved) for kernel, by_name in kernels]
+
+
+def _bound(kernel: Kernel, scalars: Mapping[str, Value], moved: Mapping[int, int] | None) -> Call:
+    if moved:
+        pointers = {str(p.value) for p in kernel.generated.parameters if p.type == POINTER}
+        scalars = {name: moved.get(int(at), at) if name in pointers else at for name, at in scalars.items()}
+    return Call(kernel, *kernel.generated.bind(scalars))
 
 
 def asked(generated: Generated) -> set[str]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeq.errors import DeviceError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
-from edgeq.targets.capabilities import Largest
+from edgeq.targets.capabilities import Draw, Largest
 from edgeq.targets.cuda.device import bandwidth
 from edgeq.targets.cuda.device.device import Device
 from edgeq.targets.cuda.lowering import lower
@@ -90,7 +90,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         self._kernels = ProgramKernels(device, kernel_source, self._pages.base)
         self._one_by_one = OneByOne(device, self._storage, self._kernels, feed, graph.together)
         self._lowered: dict[tuple[Mode, WeightSource], Lowering] = {}
-        self._largest: dict[int, Chosen] = {}
+        self._largest: dict[tuple[int, bool], Chosen] = {}
         self.most_largest, self.largest_rows = 0, ROW_CLASSES[-1]
         self._logits = np.zeros((self.options.max_logits, graph.buffers[graph.result]), np.float32)
         self._guard = beside._guard if beside else DeviceGuard()
@@ -101,19 +101,20 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         if beside is None and any(isinstance(op, Embed) for op in graph.operations):
             # Of logits, not of what a tower gives.
             self.most_largest = most(self._logits.shape[1])
-            chosen = self._chosen(self.most_largest).launches
+            chosen = self._chosen(self.most_largest, draws=True).launches
             self._kernels.load([bandwidth.KERNEL, *(variant for variant, _ in chosen)], on_progress)
         self._recordings = self._new_recordings()
         result = self._storage.address(self._result_name), 4 * self._logits.shape[1]
         self._replays = RecordedRuns(self._recordings, self._storage, self._pages, self._kernels, feed, result=result)
         self._ahead = RunsAhead(self._replays)
 
-    def _chosen(self, count: int) -> Chosen:
-        """The launches that find the largest numbers of the result."""
-        if count not in self._largest:
+    def _chosen(self, count: int, draws: bool) -> Chosen:
+        """The launches that find the largest numbers of the result; `draws`: and draw from them."""
+        if (count, draws) not in self._largest:
             rows, width = min(self._logits.shape[0], ROW_CLASSES[-1]), self._logits.shape[1]
-            self._largest[count] = largest(self._storage, self._storage.address(self._result_name), width, rows, count)
-        return self._largest[count]
+            result = self._storage.address(self._result_name)
+            self._largest[count, draws] = largest(self._storage, result, width, rows, count, draws)
+        return self._largest[count, draws]
 
     def _new_recordings(self) -> Recordings:
         """For runs in which the host has nothing to read before the end."""
@@ -238,7 +239,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         return self._checked(rows, mode, "masters", sums=sums)
 
     def run_largest(
-        self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None, *, ahead: bool = False
+        self, rows: Rows, count: int, mode: Mode | None = None, weights: Weights | None = None, *, ahead: Sequence[Draw] = ()
     ) -> Largest:
         if not 0 < count <= self.most_largest or rows.wanted.shape[0] > self.largest_rows:
             raise ValueError(
@@ -248,14 +249,16 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         check_rows(rows, self.options)
         rows = self._begun(rows)
         # Recordings are kept for few counts.
-        chosen = self._chosen(1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length())))
+        most = 1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length()))
+        chosen = self._chosen(most, draws=count > 1 and len(ahead) > 0 and weights is None)
         with self._guard:
             lowering = self._made(mode or self.options.mode, "requantized" if weights else "file")
             recorded = self._is_recorded(rows, lowering)
-            found = self._ahead.run(rows, lowering, weights, chosen, ahead and count == 1) if recorded else None
+            found = self._ahead.run(rows, lowering, weights, chosen, ahead) if recorded else None
             if found is None:
                 self._ahead.drop()
                 self._one_by_one.run(rows, lowering, weights)
+                chosen = self._chosen(most, draws=False)
                 found = self._largest_of_result(chosen, rows.wanted.shape[0])
         if rows.in_order:
             rows.in_order.end(rows.states)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from edgeq.targets.cuda.device.device import Call, Copy
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.context import Angles, Bring, Gather, Lowering, Routed
-from edgeq.targets.cuda.lowering.largest import Chosen
-from edgeq.targets.cuda.run.block import AngleRows, SentBlock
+from edgeq.targets.cuda.lowering.largest import DRAWS, Chosen
+from edgeq.targets.cuda.run.block import AngleRows, Draws, SentBlock, padded_draws
 from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
 from edgeq.targets.cuda.run.graphs import Key, Places, Recorded, Recordings, gathered, padded, parts_of, row_class
 from edgeq.targets.cuda.run.kernels import ProgramKernels, Reach
@@ -40,25 +40,30 @@ class RecordedRuns:
         self._padding: Page | None = None
 
     def start(
-        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, turn: int = 0
-    ) -> Recorded | None:
+        self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, turn: int = 0,
+        draws: Draws = (),
+    ) -> Recorded | None:  # fmt: skip
         """Start a run; None: there is no memory for it.
 
         turn   as of Key; not 0: its rows have no tokens yet, as they are what `chosen` found in the run that was started last
+        draws  of each row, where `chosen` draws
         """
         count, parts = self._classes[rows.tokens.shape[0]], parts_of(rows)
         number = weights.number if weights else 0
-        key = Key(lowering.options.mode, lowering.source, number, count, parts, chosen.count if chosen else 0, turn)
+        largest, draw = (chosen.count, chosen.draws) if chosen else (0, False)
+        key = Key(lowering.options.mode, lowering.source, number, count, parts, largest, draw, turn)
         if self._padding is None:
             self._padding = self._pages.page()
         found = self._recordings.kept(key)
         if found is not None and found.started:
             self._recordings.wait(found)
         if found is not None and found.block.takes(rows):
-            found.block.fill(rows, self._padding)
+            found.block.fill(rows, self._padding, draws)
             return found if self._recordings.start(found) else None
         entries = min(PAGES_OF_A_RUN, count * parts * (PART // PAGE))
-        sent = self._feed.of(padded(rows, count, self._padding), lowering, pages=entries)
+        sent = dict(self._feed.of(padded(rows, count, self._padding), lowering, pages=entries))
+        if draws:
+            sent[DRAWS] = np.array(padded_draws(draws, count), np.float64)
         if found is None:
             steps = partial(self._steps, lowering, weights, chosen, key, sent)
             results = chosen.results(count) if chosen else [(self._result, self._result_bytes * count)]
@@ -88,11 +93,11 @@ class RecordedRuns:
         if key.turn:
             assert chosen is not None
             sent_to = [at for name, at in places.items() if name in TOKENS]
-            found += [Copy("within", at, chosen.ids, 4 * key.rows) for at in sent_to]
+            found += [Copy("within", at, chosen.next, 4 * key.rows) for at in sent_to]
         for each in lowering.launches((key.rows, key.rows)):
             assert not isinstance(each, Routed | Bring)
             if isinstance(each, Gather):
                 found.append(gathered(each, places, sent))
             else:
                 found.append(self._kernels.call(each, key.rows, weights, Reach(key.parts, key.rows), moved))
-        return found + (self._kernels.choosing(chosen, key.rows) if chosen else [])
+        return found + (self._kernels.choosing(chosen, key.rows, moved) if chosen else [])

@@ -12,6 +12,7 @@ import pytest
 
 from edgeq.errors import DeviceError
 from edgeq.format.codec import Codec
+from edgeq.targets.cuda.lowering.largest import DRAW_NUMBERS, MAX_COUNT
 from edgeq.targets.cuda.supply import build
 from edgeq.targets.cuda.supply.pack import Generated, Variant
 from tests.cuda.emulated import BACKWARD, CHECKED, FORWARD, SHUFFLED
@@ -85,6 +86,17 @@ def largest(kernel: Generated, order: int) -> np.ndarray:
         "ids": np.zeros((2, 5), np.int32), "finite": np.zeros(2, np.int32),
     }  # fmt: skip
     return launched(kernel, arrays, {"tokens": 2, "width": 300, "sounds": 0, "count": 5}, order)["ids"]
+
+
+def draw(kernel: Generated, order: int) -> np.ndarray:
+    """Tokens of 64 rows, from 40 each; half of them are cut."""
+    rng = np.random.default_rng(1)
+    draws = np.stack([np.ones(64), np.full(64, 40), np.where(np.arange(64) % 2, 0.7, 1), np.zeros(64), rng.random(64)], axis=1)
+    arrays = {
+        "values": -np.sort(rng.random((64, 40)).astype(np.float32), axis=1), "draws": draws,
+        "ids": np.tile(np.arange(40, dtype=np.int32), (64, 1)), "drawn": np.zeros(64, np.int32),
+    }  # fmt: skip
+    return launched(kernel, arrays, {"tokens": 64, "count": 40}, order)["drawn"]
 
 
 def short_conv(kernel: Generated, order: int) -> np.ndarray:
@@ -260,6 +272,7 @@ SHARES = 6
 ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
 SCAN = Variant("state_scan", (True, 32, True))
+DRAW = Variant("draw", (MAX_COUNT, DRAW_NUMBERS))
 MATVEC, MATMUL = Variant("matvec", (4, False, False, 128)), Variant("matmul", (4, False, False, 128))
 MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("matvec: products are added before all are there", MATVEC, product, BARRIER, 0),
@@ -321,6 +334,11 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("scan: what rows added is read before it is there", SCAN, state_scan, BARRIER, 2),
     ("scan: the next rows overwrite what is still read", SCAN, state_scan, BARRIER, 3),
     ("largest: those of other warps are read too early", Variant("largest", (True, 4096)), largest, BARRIER, 0),
+    ("draw: weights of other lanes are read too early", DRAW, draw, BARRIER, 0),
+    ("draw: a weight is divided while it is still added", DRAW, draw, BARRIER, 1),
+    ("draw: probabilities of other lanes are read too early", DRAW, draw, BARRIER, 2),
+    ("draw: a probability is divided while it is still added", DRAW, draw, BARRIER, 3),
+    ("draw: what was cut is read too early", DRAW, draw, BARRIER, 4),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from edgeq.errors import ResourceError
 from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
-from edgeq.runtime import Model, Sampling
+from edgeq.runtime import Generation, Model, Sampling
 from edgeq.runtime.network.decoder import decoder
+from edgeq.runtime.sampling import Sampler, among
+from edgeq.runtime.uniforms import Uniforms
 from edgeq.targets import TargetChoice
+from edgeq.targets.capabilities import Draw
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.run import graphs
 from edgeq.targets.cuda.run.graphs import MAX_BYTES, Recordings, parts_of, repeats, row_class
@@ -264,7 +268,7 @@ class Greedy:
         """The token after `token`, or after the last one."""
         token = self.token if token is None else token
         whole = one_by_one(self.alone.program, rows_of([self.alone], [[token]]))
-        found = self.text.program.run_largest(rows_of([self.text], [[token]]), 1, ahead=ahead)
+        found = self.text.program.run_largest(rows_of([self.text], [[token]]), 1, ahead=[Draw()] if ahead else [])
         assert found.ids.tolist() == [[int(whole[0].argmax())]] and found.values[0, 0] == whole.max() and found.finite.all()
         for text in (self.text, self.alone):
             text.length += 1
@@ -321,8 +325,12 @@ def test_a_run_that_is_started_ahead_is_the_next_one_or_none(path: Path, device:
     first.step()
 
 
+DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=3)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
 def test_a_text_is_the_same_whether_its_runs_are_started_ahead(
-    path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+    path: Path, device: EmulatedDevice, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the end of a page, where a run waits for the page of the next one."""
     monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(device), []))
@@ -330,9 +338,56 @@ def test_a_text_is_the_same_whether_its_runs_are_started_ahead(
     for graphs_too in (True, False):
         with Model.load(path, target="cuda", mode="a16", context=256, max_rows=32, graphs=graphs_too) as model:
             before = device.replays
-            generation = model.generate("def read(", max_tokens=70, sampling=Sampling(), ignore_eos=True)
+            generation = model.generate("def read(", max_tokens=70, sampling=sampling, ignore_eos=True)
             texts.append((generation.text(), generation.tokens))
             replays.append(device.replays - before)
     assert texts[0] == texts[1]
     # One for each token but the first, which the prompt gives; nothing is started for a token that cannot come.
     assert replays == [69, 0]
+
+
+def test_what_was_started_for_another_token_than_the_one_drawn_is_not_used(
+    path: Path, device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is told other numbers than those that tokens are drawn by, and texts that end while a run waits."""
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda name, file: TargetChoice(CudaTarget(device), []))
+    with Model.load(path, target="cuda", mode="a16", context=256, max_rows=32) as model:
+
+        def text(**options: Any) -> Generation:
+            return model.generate("def read(", max_tokens=16, sampling=DRAWN, ignore_eos=True, **options)
+
+        wanted = text()
+        said, session = wanted.text(), model.session()
+        assert len(set(wanted.tokens)) > 5
+        with text(session=session) as cut:
+            for _ in range(5):
+                next(cut.pieces())
+        assert cut.tokens == wanted.tokens[:5]
+        # It goes back to the prompt; a stop string takes a part of the text back.
+        stopped = text(session=session, stop=[said[8:11]])
+        assert stopped.text() == said[: said.index(said[8:11])] and stopped.finish_reason == "stop"
+        before = device.replays
+        assert text(session=session).tokens == wanted.tokens and device.replays - before == 15
+        with monkeypatch.context() as patched:
+            patched.setattr(Uniforms, "coming", lambda uniforms: (0.0, 0.0))
+            before = device.replays
+            assert text(session=session).tokens == wanted.tokens and device.replays - before > 15
+
+
+def test_rows_that_are_drawn_and_greedy_rows_run_ahead_together(path: Path, device: EmulatedDevice) -> None:
+    """Three sessions, in a recording for four."""
+    file, steps = ModelFile.open(path), 6
+    program = CudaTarget(device).compile(decoder(file.metadata, 4096), file, Options("a16", max_rows=4, max_logits=4))
+    assert isinstance(program, CudaProgram)
+    samplers = [Sampler(each) for each in (DRAWN, Sampling(), Sampling(temperature=5.0, top_k=17, seed=8))]
+    texts, tokens, every = [Text(program, 10 * i) for i in range(3)], [5, 6, 7], list[list[int]]()
+    for _ in range(steps):
+        rows = rows_of(texts, [[token] for token in tokens])
+        rows.wanted = np.arange(3, dtype=np.int32)
+        found = program.run_largest(rows, 40, ahead=[sampler.coming() for sampler in samplers])
+        tokens = [sampler.pick(among(found, row, sampler.sampling)) for row, sampler in enumerate(samplers)]
+        every.append(tokens)
+        for text in texts:
+            text.length += 1
+    # The first has none before it, the last one is followed by one that nobody asks for.
+    assert device.replays == steps + 1 and len({token for each in every for token in each}) > 6

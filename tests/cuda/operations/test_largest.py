@@ -1,12 +1,14 @@
-"""The largest numbers of rows on the emulated device, against numpy."""
+"""The largest numbers of rows on the emulated device against numpy, and tokens drawn from them against the sampler."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from edgeq.runtime.sampling import Sampler, Sampling, among
+from edgeq.targets.capabilities import Largest
 from edgeq.targets.cuda.device.device import upload
-from edgeq.targets.cuda.lowering.largest import SLICE, largest, most
+from edgeq.targets.cuda.lowering.largest import DRAWS, MAX_COUNT, SLICE, largest, most
 from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply import build
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED, EmulatedDevice
@@ -14,19 +16,22 @@ from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED, EmulatedDevice
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
 
-def found(x: np.ndarray, count: int, order: int = FORWARD) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values, ids and whether all are finite, by the kernels."""
+def found(x: np.ndarray, count: int, order: int = FORWARD, draws: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
+    """Values, ids, whether all are finite and, by numbers of draws, tokens; by the kernels."""
     device, (rows, width) = EmulatedDevice(order), x.shape
     held, storage = upload(device, x), Storage(device, None)  # type: ignore[arg-type]
-    chosen = largest(storage, held.address, width, rows, count)
+    chosen = largest(storage, held.address, width, rows, count, draws is not None)
+    if draws is not None:
+        storage.send(DRAWS, draws)
     kernels = device.load(build.kernels([variant for variant, _ in chosen.launches]))
     for variant, arguments in chosen.launches:
         device.launch(kernels[variant], *kernels[variant].generated.bind({**arguments.by_name, "tokens": rows}))
     device.synchronize()
-    result = np.empty((rows, count), np.float32), np.empty((rows, count), np.int32), np.empty(rows, np.int32)
-    for array, address in zip(result, (chosen.values, chosen.ids, chosen.finite), strict=True):
+    results = [np.empty(nbytes, np.uint8) for _, nbytes in chosen.results(rows)]
+    for array, (address, _) in zip(results, chosen.results(rows), strict=True):
         device.read(address, array)
-    return result[0], result[1], result[2] != 0
+    values, ids, finite, *tokens = (results[0].view(np.float32), *(each.view(np.int32) for each in results[1:]))
+    return values.reshape(rows, count), ids.reshape(rows, count), finite != 0, *tokens
 
 
 def checked(x: np.ndarray, count: int, order: int = FORWARD) -> None:
@@ -62,3 +67,59 @@ def test_what_is_not_finite_is_told_and_zeros_of_both_signs_are_equal() -> None:
     zeros = np.array([[-0.0, 0.0, -1.0, 0.0, -0.0]], np.float32)
     assert found(zeros, 4)[1].tolist() == [[0, 1, 3, 4]]
     assert [most(width) for width in (3, 4096, 128256, 262144, 300000)] == [3, 64, 64, 64, 55]
+
+
+def rules(rng: np.random.Generator) -> Sampling:
+    """A temperature between one that leaves the largest alone and one that makes all alike; cuts, some of which are none."""
+    return Sampling(
+        temperature=float(10 ** rng.uniform(-6, 2)) if rng.random() < 0.8 else 1.0,
+        top_k=int(rng.integers(1, MAX_COUNT + 1)),
+        top_p=float(rng.choice([1.0, 0.5, 1e-9, rng.random()])) or 1.0,
+        min_p=float(rng.choice([0.0, 1.0, 0.05, rng.random()])),
+    )
+
+
+def drawn(x: np.ndarray, each: list[Sampling], uniforms: np.ndarray, count: int, order: int) -> tuple[list[int], list[int]]:
+    """A token of each row, by the kernels and by the sampler; of a row that is not finite the sampler has -1."""
+    numbers = [[s.temperature, s.top_k, s.top_p, s.min_p, u] for s, u in zip(each, uniforms, strict=True)]
+    values, ids, finite, tokens = found(x, count, order, np.array(numbers, np.float64))
+    host = list[int]()
+    for row, sampling in enumerate(each):
+        if not finite[row]:
+            host.append(-1)
+            continue
+        sampler = Sampler(sampling)
+        sampler.uniform = lambda row=row: uniforms[row]  # type: ignore[method-assign,misc]
+        host.append(sampler.pick(among(Largest(ids, values, finite), row, sampling)))
+    return tokens.tolist(), host
+
+
+@pytest.mark.parametrize("order", [FORWARD, BACKWARD, SHUFFLED])
+def test_drawn_tokens_are_those_of_the_sampler(order: int) -> None:
+    """Random and tied logits of several slices and the largest floats, with rules of their own for each row."""
+    rng, width, count = np.random.default_rng(3), SLICE + 90, MAX_COUNT
+    x = [rng.standard_normal((30, width)) * scale for scale in (0.1, 3, 30)]
+    x += [rng.integers(-2, 3, (20, width)), np.zeros((10, width)), rng.choice([-3.4e38, 0, 3.4e38], (10, width))]
+    logits = np.concatenate(x).astype(np.float32)
+    logits[5, 7] = -np.inf
+    logits[6, SLICE + 1] = np.nan
+    logits[7] = np.inf
+    uniforms = rng.random(len(logits))
+    uniforms[::7], uniforms[1::7] = 0, np.nextafter(1, 0)
+    tokens, host = drawn(logits, [rules(rng) for _ in logits], uniforms, count, order)
+    # What means nothing is a token of the vocabulary: the next run may have begun.
+    assert host[5:8] == [-1] * 3 and all(0 <= token < width for token in tokens)
+    assert tokens[:5] + tokens[8:] == host[:5] + host[8:]
+    assert len(set(host)) > 40
+
+
+def test_sums_have_the_bits_of_the_sampler_where_a_limit_is_met_exactly() -> None:
+    """Equal logits, whose probabilities are exact in both: limits and draws at each of the sums of their probabilities."""
+    each, uniforms = list[Sampling](), list[float]()
+    for k in (1, 2, 3, 5, 7, 8, 9, 10, 15, 16, 17, 31, 32, 33, 50, 63, MAX_COUNT):
+        sums = np.cumsum(np.ones(k) / k)
+        for i in range(k):
+            each += [Sampling(temperature=0.7, top_k=k), Sampling(temperature=0.7, top_k=k, top_p=min(float(sums[i]), 1.0))]
+            uniforms += [min(float(sums[i]), float(np.nextafter(1, 0))), float(np.nextafter(1, 0))]
+    tokens, host = drawn(np.zeros((len(each), 70), np.float32), each, np.array(uniforms), MAX_COUNT, FORWARD)
+    assert tokens == host

@@ -14,7 +14,7 @@ from edgeq.targets.cuda.arguments.rows import ActivateArguments, SelectArguments
 from edgeq.targets.cuda.arguments.weights import WeightArguments
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.context import Launch
-from edgeq.targets.cuda.lowering.largest import SLICE
+from edgeq.targets.cuda.lowering.largest import DRAW_NUMBERS, MAX_COUNT, SLICE
 from edgeq.targets.cuda.supply.pack import POINTER, Variant
 from edgeq.targets.graph import Scale
 
@@ -38,6 +38,7 @@ LITERALS = {
     "activate": ("silu", True),
     "gate": ("none",),
     "largest": (True, SLICE),
+    "draw": (MAX_COUNT, DRAW_NUMBERS),
     "head_rotate": (64,),
     "attend": (64, "int4", PART, True),
     "short_conv": (True,),

@@ -14,7 +14,7 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.codec import BITS
 from edgeq.format.records import KV_KINDS
 from edgeq.targets.cuda.lowering.attention import MAX_CODED_HEAD, PART
-from edgeq.targets.cuda.lowering.largest import SLICE
+from edgeq.targets.cuda.lowering.largest import DRAW_NUMBERS, MAX_COUNT, SLICE
 from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.pack import Variant, encode
 from edgeq.targets.graph import Function
@@ -75,6 +75,7 @@ OTHERS = [
     *(Variant("requantize", (*master, 4, zero)) for master in MASTERS for zero in (False, True)),
     *(Variant("requantize", (*MASTERS[-1], bits, zero)) for bits in BITS if bits != 4 for zero in (False, True)),
     *(Variant("largest", (first, SLICE)) for first in (True, False)),
+    Variant("draw", (MAX_COUNT, DRAW_NUMBERS)),
     *(Variant(name, (kind,)) for name in ("short_conv", "row_before", "gated_norm") for kind in (False, True)),
     *(Variant("state_scan", (delta, 128, keeps)) for delta in (False, True) for keeps in (False, True)),
     *(Variant("state_keep", (delta, 128)) for delta in (False, True)),

@@ -18,7 +18,7 @@ from edgeq.runtime.batching.job import Busy, Job, Ticket, Update
 from edgeq.runtime.batching.prefix_tree import PrefixTree, key_of
 from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
-from edgeq.targets.capabilities import Largest
+from edgeq.targets.capabilities import Draw, Largest
 from edgeq.targets.rows import PAGE, Page, PagePart, Rows
 
 WARM = Sampling(temperature=1.0, top_p=0.95, seed=3)
@@ -90,7 +90,7 @@ def finds_largest(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[i
     program: Any = model.program
     asked = list[tuple[int, int]]()
 
-    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None, *, ahead: bool = False) -> Largest:
+    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None, *, ahead: Sequence[Draw] = ()) -> Largest:
         asked.append((len(rows), count))
         logits = program.run(rows, mode)
         ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]

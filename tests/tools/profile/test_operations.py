@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from edgeq.format.records import KvCodec
 from edgeq.runtime import Model, Sampling
 from edgeq.system import machine
-from edgeq.targets.capabilities import Largest
+from edgeq.targets.capabilities import Draw, Largest
 from edgeq.targets.graph import Attention, CacheWrite
 from edgeq.targets.rows import Rows
 from edgeq.targets.times import Step
@@ -242,7 +243,7 @@ def test_a_target_that_finds_the_largest_logits_is_recorded_by_runs_that_tell_ti
     program: Any = model.program
     program.most_largest, program.largest_rows = 8, 8
 
-    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None, *, ahead: bool = False) -> Largest:
+    def run_largest(rows: Rows, count: int, mode: Any = None, weights: Any = None, *, ahead: Sequence[Draw] = ()) -> Largest:
         asked.append(count)
         logits = program.run(rows, mode)
         ids = np.argsort(-logits, axis=1, kind="stable")[:, :count]
