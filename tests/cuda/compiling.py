@@ -28,7 +28,7 @@ def compiles_for_every_gpu(variant: Variant, every: bool, sm_89: bool) -> None:
     they take some more (182 on sm_80 where sm_87 takes 141).  `make kernels` fails if one spills on a GPU that it is for.
 
     every    compile for all of these anyway
-    sm_89    compile for it too: it takes the registers of sm_87, and so spills nothing that sm_87 does not
+    sm_89    compile for it too: it takes the registers of sm_87, in f64 fewer, and so spills nothing that sm_87 does not
     """
     (generated,) = build.kernels([variant])
     assert not GATHERED.search(generated.text), "a vector load is gathered word by word"
@@ -37,4 +37,5 @@ def compiles_for_every_gpu(variant: Variant, every: bool, sm_89: bool) -> None:
     found |= {sm: nvrtc.compiled(generated, f"sm_{sm}") for sm in (*OTHERS * (every or near), *([89] if sm_89 else []))}
     for compiled in found.values():
         assert compiled.image[:4] == b"\x7fELF" and not compiled.spilled and compiled.registers <= 255
-    assert not sm_89 or found[89].registers == found[87].registers
+    same = "double" not in generated.text
+    assert not sm_89 or (found[89].registers == found[87].registers if same else found[89].registers <= found[87].registers)

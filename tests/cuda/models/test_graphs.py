@@ -366,12 +366,12 @@ def test_what_was_started_for_another_token_than_the_one_drawn_is_not_used(
         # It goes back to the prompt; a stop string takes a part of the text back.
         stopped = text(session=session, stop=[said[8:11]])
         assert stopped.text() == said[: said.index(said[8:11])] and stopped.finish_reason == "stop"
-        before = device.replays
-        assert text(session=session).tokens == wanted.tokens and device.replays - before == 15
+        before, again = device.replays, text(session=session)
+        assert again.text() == said and again.tokens == wanted.tokens and device.replays - before == 15
         with monkeypatch.context() as patched:
             patched.setattr(Uniforms, "coming", lambda uniforms: (0.0, 0.0))
-            before = device.replays
-            assert text(session=session).tokens == wanted.tokens and device.replays - before > 15
+            before, again = device.replays, text(session=session)
+            assert again.text() == said and again.tokens == wanted.tokens and device.replays - before > 15
 
 
 def test_rows_that_are_drawn_and_greedy_rows_run_ahead_together(path: Path, device: EmulatedDevice) -> None:
