@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -475,19 +477,39 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
         kind.from_pretrained(folder, pad_token="<|end|>", unk_token=None).save_pretrained(folder)
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """`checkpoint(family, dtype="bfloat16", max_shard_size="5GB", **config overrides)` -> folder, built once per session.
+Once = Callable[[str, str, Callable[[Path], object]], Path]
 
-    The folder is shared: a test that changes it copies it first.
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """`once(name, key, make)` -> what `make(path)` writes, a file or a folder: made by one of the processes that run tests.
+
+    What has the same key must be the same; it is shared, so a test that changes it copies it first.
     """
-    built: dict[str, Path] = {}
+    base = tmp_path_factory.getbasetemp()
+    # Each process has a folder of its own in that of the run.
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+    shared.mkdir(exist_ok=True)
+
+    def get(name: str, key: str, make: Callable[[Path], object]) -> Path:
+        place = shared / hashlib.blake2b(key.encode(), digest_size=8).hexdigest() / name
+        if not place.exists():
+            folder = tmp_path_factory.mktemp("made")
+            make(folder / name)
+            # Where another process was faster, what it made is there, and is the same.
+            with suppress(OSError):
+                folder.rename(place.parent)
+        return place
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def checkpoint(once: Once) -> Checkpoint:
+    """`checkpoint(family, dtype="bfloat16", max_shard_size="5GB", **config overrides)` -> folder, built once per run."""
 
     def get(family: str, *, dtype: str = "bfloat16", max_shard_size: str = "5GB", **overrides: Any) -> Path:
         key = repr((family, dtype, max_shard_size, sorted(overrides.items())))
-        if key not in built:
-            built[key] = tmp_path_factory.mktemp(family)
-            build_checkpoint(built[key], family, dtype, max_shard_size, overrides)
-        return built[key]
+        return once(family, key, lambda folder: build_checkpoint(folder, family, dtype, max_shard_size, overrides))
 
     return get

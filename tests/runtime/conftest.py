@@ -8,30 +8,28 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import Once
+
 TINY_LLAMA = Path(__file__).parent.parent.parent / "models" / "tiny-llama"
 
 ModelPath = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def model_path(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ModelPath:
-    """`model_path(family, overrides={}, **ConvertOptions)` -> .edgeq file, made once per session.
+def model_path(checkpoint: Callable[..., Path], once: Once) -> ModelPath:
+    """`model_path(family, overrides={}, **ConvertOptions)` -> .edgeq file, made once per run.
 
     "tiny-llama" is the trained model; overrides are of the configuration of the others.
     """
     from edgeq.converters.convert import convert
     from edgeq.converters.planning.options import ConvertOptions
 
-    folder = tmp_path_factory.mktemp("files")
-    made: dict[str, Path] = {}
-
     def get(family: str, overrides: dict[str, Any] | None = None, **options: Any) -> Path:
-        key = repr((family, overrides, sorted(options.items())))
-        if key not in made:
+        def make(path: Path) -> None:
             source = TINY_LLAMA if family == "tiny-llama" else checkpoint(family, dtype="float32", **(overrides or {}))
-            made[key] = folder / f"{len(made)}.edgeq"
-            convert(str(source), made[key], ConvertOptions(**options), lambda *_: None)
-        return made[key]
+            convert(str(source), path, ConvertOptions(**options), lambda *_: None)
+
+        return once(f"{family}.edgeq", repr((family, overrides or {}, sorted(options.items()))), make)
 
     return get
 
