@@ -46,7 +46,9 @@ def test_no_call_and_no_spill(bits: int, mode16: int, cpu: str) -> None:
     assert not [line for line in inner(code(bits, mode16, cpu)) if "%rsp" in line]
 
 
-@pytest.mark.parametrize(("bits", "mode16"), ALL)
+@pytest.mark.parametrize(
+    ("bits", "mode16"), [pytest.param(*tile, marks=pytest.mark.exhaustive if i % 2 else ()) for i, tile in enumerate(ALL)]
+)
 def test_multiplications_and_loads_are_those_of_the_method(bits: int, mode16: int) -> None:
     found = Counter(line.split()[0] for line in inner(code(bits, mode16)))
     vectors = 16 // Avx2.lanes
