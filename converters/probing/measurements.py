@@ -20,6 +20,7 @@ from edgeq.converters.methods.folded_rotation import rotating_bytes
 from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.estimate import grid
+from edgeq.converters.probing.gradients import GradientProbe, by_gradients
 from edgeq.converters.probing.probe import OnProgress, Probe
 from edgeq.converters.probing.record import Divergences, Record
 from edgeq.converters.rounding.columns import SLAB_ELEMENTS
@@ -64,7 +65,8 @@ class Measurements:
         def attempt(compute: Compute) -> None:
             # One that ran out of memory has kept what it measured.
             plan = replace(self.plan, compute=compute)
-            for measured in Probe(plan, missing(), lambda part: codecs[part.name], self.rows, on_progress).run():
+            probe = GradientProbe if by_gradients(plan) else Probe
+            for measured in probe(plan, missing(), lambda part: codecs[part.name], self.rows, on_progress).run():
                 self.record.keep(measured)
 
         if not missing():
@@ -103,7 +105,8 @@ def probe_rows(plan: ConversionPlan) -> Tensor:
     assert isinstance(plan.calibration, Calibration)
     rows = plan.calibration.rows
     tokens, length = rows.numel(), rows.shape[1]
-    wanted = min(max(MIN_TOKENS, WORK * tokens / _probes(plan.parts())), MAX_TOKENS)
+    work = MIN_TOKENS if by_gradients(plan) else WORK * tokens / _probes(plan.parts())
+    wanted = min(max(MIN_TOKENS, work), MAX_TOKENS)
     count = min(-(-int(wanted) // length), len(rows))
     return rows[[i * len(rows) // count for i in range(count)]]
 
@@ -135,6 +138,11 @@ def probe_bytes(plan: ConversionPlan) -> int:
         left = sum(4 * len(x.items) * x.columns**2 for x in first[place:])
         weights = 4 * part.weights * (2 if len(part.items) == 1 else 1 + codecs)
         working.append(max(min(MOMENT_BYTES, left), 4 * part.columns**2) + 4 * part.columns**2 + weights)
+    if by_gradients(plan):
+        # Inputs and gradients of every layer, those of the linear layers of one, and what a layer keeps on its way back.
+        ends = sum(part.columns + part.weights // part.columns for part in first)
+        states = 4 * tokens * (config.hidden_size * (4 + 2 * config.num_hidden_layers) + 3 * ends)
+        states += plan.batch_bytes(BATCH_ROWS)
     layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
     head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
     return BASELINE + rotating + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)

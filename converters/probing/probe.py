@@ -66,11 +66,7 @@ class Probe:
         forward, short = self._forward(self.plan.calibration.rows), self._forward(self.rows)
         progress = _Progress(self)
         exact = self._through(short, 0, [short.hidden])[0]
-        if not torch.isfinite(exact).all():
-            raise CheckpointError(
-                f"{self.plan.checkpoint.name}: outputs of its last layer on the calibration text are not finite in float32; "
-                "nothing can be measured of such a model: leave out the budget, or check the weights"
-            )
+        self._check_outputs(exact)
         for layer in range(layers):
             parts = [part for part in missing if part.layer == layer]
             if not any(part.name == HEAD or (part.layer or 0) >= layer for part in missing):
@@ -89,6 +85,14 @@ class Probe:
                 progress.table(part)
                 yield self._table(part, exact, self._head_rounding(forward.states) if part.name == HEAD else quantize)
         self.on_progress(1, 1, "probe")
+
+    def _check_outputs(self, exact: Tensor) -> None:
+        """CheckpointError: outputs of the last layer are not finite."""
+        if not torch.isfinite(exact).all():
+            raise CheckpointError(
+                f"{self.plan.checkpoint.name}: outputs of its last layer on the calibration text are not finite in float32; "
+                "nothing can be measured of such a model: leave out the budget, or check the weights"
+            )
 
     def _forward(self, rows: Tensor, tensors: Tensors | None = None) -> BlockForward:
         plan = self.plan
@@ -178,13 +182,17 @@ class Probe:
         values = divergences_through(self.plan, exact, [(end, head) for end in ends]) if ends else []
         measured: Divergences = {}
         for (part, codec), value in zip(names, values, strict=True):
-            if not math.isfinite(value):
-                raise CheckpointError(
-                    f"{self.plan.checkpoint.name}: with {part} in {codec} the KL divergence on the calibration text is "
-                    f"{value}; bits cannot be chosen by such numbers: give the allocation with --plan, or leave out the budget"
-                )
+            self._check(part, codec, value)
             measured.setdefault(part, {})[codec] = value
         return measured
+
+    def _check(self, part: str, codec: str, value: float) -> None:
+        """CheckpointError: a divergence is not finite."""
+        if not math.isfinite(value):
+            raise CheckpointError(
+                f"{self.plan.checkpoint.name}: with {part} in {codec} the KL divergence on the calibration text is "
+                f"{value}; bits cannot be chosen by such numbers: give the allocation with --plan, or leave out the budget"
+            )
 
 
 @dataclass(frozen=True)
