@@ -11,7 +11,7 @@ from edgeq.converters.budget.parts import AllocationPart
 from edgeq.converters.budget.prediction import AllocationPrediction
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.decode_choice import MAX_DECODED, DecodeHere, closest, refuse_too_fast
-from edgeq.converters.probing.estimate import borrowed, grid
+from edgeq.converters.probing.estimate import grid
 from edgeq.converters.probing.frontier import SECONDS, Costs, Frontier, FrontierPoint, refuse_unmeetable
 from edgeq.converters.probing.gradients import by_gradients
 from edgeq.converters.probing.measurements import Measurements, record_of, refuse_short_text
@@ -102,14 +102,9 @@ def measured_frontier(plan: ConversionPlan, on_progress: OnProgress, warn: Calla
     measurements = Measurements.of(plan)
     parts, found = measurements.parts, measurements.divergences
     costs, codecs = fixed_costs(plan, parts), {part.name: grid(part) for part in parts}
-    if by_gradients(plan):
-        # A table of one codec is rounded by itself: it has as many weights as a quarter of the layers or more.
-        few = {part.name: codecs[part.name] if part.layer is not None else codecs[part.name][:1] for part in parts}
-        measurements.measure(few, on_progress, warn)
-        measured = {name: {codec.name: found[name][codec.name] for codec in asked} for name, asked in few.items()}
-        return Frontier(parts, borrowed(measured, codecs), costs)
     measurements.measure(codecs, on_progress, warn)
-    second = Frontier(parts, found, costs).second_look()
+    # In a deep model it would take as long as the first one: all of the text runs again.
+    second = {} if by_gradients(plan) else Frontier(parts, found, costs).second_look()
     measurements.measure({name: (codec,) for name, codec in second.items()}, on_progress, warn)
     # There may be more: what budgets for other devices chose from.
     asked = {name: {codec.name for codec in (*first, second.get(name, first[0]))} for name, first in codecs.items()}

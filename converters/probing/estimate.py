@@ -38,27 +38,6 @@ def grid(part: AllocationPart) -> tuple[Codec, ...]:
     return tuple(codec for codec in part.candidates() if codec.group_size == size and codec.bits <= MAX_GRID_BITS)
 
 
-def borrowed(measured: Mapping[str, Mapping[str, float]], grids: Mapping[str, Sequence[Codec]]) -> dict[str, dict[str, float]]:
-    """`measured`, by part and codec, with the codecs of `grids` that a part lacks: from one it has, by the ratio that the parts
-    which have both have in the mean of logarithms.
-    """
-    found = {name: dict(values) for name, values in measured.items()}
-    for name, codecs in grids.items():
-        mine = measured[name]
-        for codec in codecs:
-            both = [other for other in measured.values() if codec.name in other and mine.keys() & other.keys()]
-            if codec.name in mine or not both:
-                continue
-            base = next(iter(mine.keys() & both[0].keys()))
-            ratios = [_log(other[codec.name]) - _log(other[base]) for other in both]
-            found[name][codec.name] = mine[base] * math.exp(sum(ratios) / len(ratios))
-    return found
-
-
-def _log(divergence: float) -> float:
-    return math.log(max(divergence, MIN_DIVERGENCE))
-
-
 def estimated(part: AllocationPart, measured: Mapping[str, float]) -> dict[Codec, float]:
     """The divergence of `part` in all of its candidates; `measured`: by the name of the codec, those of `grid` at least."""
     known = {Codec.named(name): max(value, MIN_DIVERGENCE) for name, value in measured.items()}
