@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from edgeq.converters.calibration.attention_parts import KeptRows, KeysValues
 from edgeq.converters.calibration.forward import (
     BlockForward,
     CalibrationBatch,
@@ -23,7 +24,6 @@ from edgeq.converters.calibration.forward import (
     WholeReader,
     angles_at,
 )
-from edgeq.converters.calibration.kept_keys import KeptRows, KeysValues
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
 from edgeq.network.policy_stack import PolicyStack

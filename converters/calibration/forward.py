@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from edgeq.converters.calibration.attention_parts import Angles, KeptRows, KeysValues
 from edgeq.converters.calibration.compute import Compute
-from edgeq.converters.calibration.kept_keys import KeptRows, KeysValues
-from edgeq.converters.calibration.torch_decoder import Angles, DecoderLayer, Norm
+from edgeq.converters.calibration.torch_decoder import DecoderLayer, Norm
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import EMBEDDING, EMBEDDING_NORM, LAYER_ROWS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM, Family

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.forward import CalibrationBatch, Forward
 from edgeq.converters.calibration.moments import Moments
-from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchAttention, TorchExperts, quantized_linears
+from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchAttention, TorchExperts
 from edgeq.format.manifest import MODALITIES
 
 ATTENDED = ("q_proj", "k_proj", "v_proj")
@@ -188,3 +188,9 @@ def sites(layer: nn.Module) -> list[tuple[str, ...]]:
             path
         )
     return [tuple(paths) for paths in found.values()]
+
+
+def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers that are rounded, by module path in execution order: not what chooses among experts."""
+    modules = layer.named_modules()
+    return {path: module for path, module in modules if isinstance(module, nn.Linear) and path.endswith("_proj")}

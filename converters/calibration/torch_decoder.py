@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from edgeq.converters.calibration.kept_keys import KeptRows, added_to_scores, sloped, with_sinks
+from edgeq.converters.calibration.attention_parts import Angles, KeptRows, added_to_scores, rotated, sloped, with_sinks
 from edgeq.converters.calibration.torch_states import Gain, TorchDeltaNet, TorchShortConv, TorchStateSpace
 from edgeq.network.stack import Stack
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines [positions, pairs]."""
 SCORES = 1 << 22
 """Scores of attention that are in memory at a time where they are looked at."""
 
@@ -54,7 +52,7 @@ class TorchAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv, bias="v" in biases) if of_values else None
         self.gate_proj = nn.Linear(hidden, q, bias=False) if config.attention_gate else None
         self.o_proj = nn.Linear(q, hidden, bias="o" in biases)
-        of_queries, of_keys = config.qk_norm_sizes(index)
+        of_queries, of_keys = shape.norm_sizes(config.qk_norm_kind)
         self.q_norm = Norm(config, of_queries) if config.qk_norm else None
         self.k_norm = Norm(config, of_keys) if config.qk_norm and not shared else None
         self.norm_kind, self.value_eps = config.qk_norm_kind, config.rms_norm_eps if config.value_norm else None
@@ -385,12 +383,6 @@ class DecoderLayer(nn.Module):
         return result if self.layer_scalar is None else result * self.layer_scalar.weight
 
 
-def quantized_linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers that are rounded, by module path in execution order: not what chooses among experts."""
-    modules = layer.named_modules()
-    return {path: module for path, module in modules if isinstance(module, nn.Linear) and path.endswith("_proj")}
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.SiLU(),
     "gelu_pytorch_tanh": nn.GELU("tanh"),
@@ -399,10 +391,3 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.GELU(),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-
-
-def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """x [..., tokens, head_dim] with its first channels, two for each angle, rotated."""
-    half = cosines.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cosines - b * sines, b * cosines + a * sines, rest), dim=-1)

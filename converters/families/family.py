@@ -358,8 +358,8 @@ class Family:
 
     @property
     def mappings(self) -> list[ScaleMapping]:
-        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA), and no limit, and
-        where no other layer reads the values too, as an expert's reads its decoder's."""
+        """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA), and no limit,
+        and where no other layer reads the values too, as an expert's reads its decoder's."""
         config = self.config
         policy = isinstance(config, PolicyStack) or (isinstance(config, ModelConfig) and config.policy is not None)
         multi_head = config.kv_size == config.query_size and config.alike and config.clip_qkv is None and not policy

@@ -1,4 +1,4 @@
-"""What llama.cpp calls architectures and tensors, and what their keys are in transformers' config.json.
+"""What llama.cpp calls architectures, and what their keys are in transformers' config.json.
 
 Read in llama.cpp's converter and model code.
 """
@@ -11,87 +11,14 @@ from typing import Any
 
 from edgeq.converters.importers import gguf_settings as settings
 from edgeq.converters.importers.gguf_families import alibi, encoders
+from edgeq.converters.importers.gguf_families import tensor_names as names
 from edgeq.converters.importers.gguf_families.falcon import SECOND_NORM, falcon
 from edgeq.converters.importers.gguf_families.nemotron_h import nemotron_h
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
 
-ENDS = {EMBEDDING: "model.embed_tokens.weight", NORM: "model.norm.weight", HEAD: "lm_head.weight"}
-ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in ("q", "k", "v")} | {"attn_output": "self_attn.o_proj"}
-MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-LLAMA = NORMS | ATTENTION | MLP
-EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
-MIXTRAL = {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}
-SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
-POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-"""Norms after attention and MLP, of layers that have none before them."""
-GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
-GLM_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-COHERE = ATTENTION | MLP | {"attn_norm": "input_layernorm"}
-LFM2_CONVOLUTION = {f"shortconv.{part}": f"conv.{part}" for part in ("in_proj", "conv", "out_proj")}
-LFM2 = {
-    **{"attn_norm": "operator_norm", "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
-    **{f"ffn_{part}": f"feed_forward.{module}" for part, module in (("gate", "w1"), ("up", "w3"), ("down", "w2"))},
-    **{"ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
-}
-LFM2_NORM = {name: "model.embedding_norm.weight" for name in (NORM, "token_embd_norm.weight")}
-"""llama.cpp calls the last norm one of the embedding."""
-GPT_OSS = {
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_inp": "mlp.router",
-    "post_attention_norm": "post_attention_layernorm",
-}
-GEMMA_NORMS = HEAD_NORMS | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-GEMMA_NORMS |= {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-GEMMA4 = ATTENTION | MLP | GEMMA_NORMS
-GEMMA4 |= {"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"}
-GEMMA4 |= {"pre_ffw_norm_2": "pre_feedforward_layernorm_2", "ffn_gate_inp": "router.proj"}
-GEMMA4 |= {f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)}
-GEMMA4 |= {"layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale"}
-GEMMA4 |= {"ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj"}
-GEMMA4 |= {"ffn_down_exps.scale": "router.per_expert_scale"}
-GEMMA4_ENDS = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight"}
-GEMMA4_ENDS |= {"per_layer_model_proj.weight": "model.per_layer_model_projection.weight"}
-GEMMA4_ENDS |= {"per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
-HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-NORM_BIAS = {"output_norm.bias": "model.norm.bias"}
-QWEN_NEXT = ATTENTION | HEAD_NORMS | MLP | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-QWEN_NEXT |= {"attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_out": "linear_attn.out_proj"}
-QWEN_NEXT |= {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d"}
-QWEN_NEXT |= {"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a", "ssm_norm": "linear_attn.norm"}
-QWEN_NEXT |= {"ssm_a.weight": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-QWEN_DRAFTS = {"nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding", "nextn.hnorm": "mtp.pre_fc_norm_hidden"}
-QWEN_DRAFTS |= {"nextn.shared_head_norm": "mtp.norm", "nextn.embed_tokens": "mtp.embed_tokens"}
-QWEN_DRAFTS |= {"nextn.shared_head_head": "mtp.lm_head"}
-QWEN_EXPERTS = EXPERTS | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-QWEN_EXPERTS |= {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
-MAMBA = {f"ssm_{part}": f"mamba.{module}" for part, module in (("in", "in_proj"), ("conv1d", "conv1d"), ("norm", "norm"))}
-MAMBA |= {"ssm_out": "mamba.out_proj", "ssm_dt.bias": "mamba.dt_bias", "ssm_a.weight": "mamba.A_log", "ssm_d.weight": "mamba.D"}
-NEMOTRON_H = {name: f"mixer.{module.rpartition('.')[2]}" for name, module in (ATTENTION | MAMBA).items()}
-NEMOTRON_H |= {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
-FALCON_H1 = ATTENTION | MAMBA | {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}
-FALCON_H1 |= {f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")}
-FALCON = {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
-FALCON |= {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
-BLOOM = FALCON | {"ffn_norm": "post_attention_layernorm"}
-MPT = {"attn_norm": "norm_1", "attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj"}
-MPT |= {"ffn_norm": "norm_2", "ffn_up": "ffn.up_proj", "ffn_down": "ffn.down_proj"}
 RMS_EPSILON = "rms_norm_eps"
-BERT = {f"attn_{part}": f"attention.self.{module}" for part, module in (("q", "query"), ("k", "key"), ("v", "value"))}
-BERT |= {"attn_output": "attention.output.dense", "attn_output_norm": "attention.output.LayerNorm"}
-BERT |= {"ffn_up": "intermediate.dense", "ffn_down": "output.dense", "layer_output_norm": "output.LayerNorm"}
-BERT_ENDS = {EMBEDDING: "embeddings.word_embeddings.weight", "position_embd.weight": "embeddings.position_embeddings.weight"}
-BERT_ENDS |= {encoders.SEGMENTS: "embeddings.token_type_embeddings.weight"}
-BERT_ENDS |= {f"token_embd_norm.{kind}": f"embeddings.LayerNorm.{kind}" for kind in ("weight", "bias")}
-NOMIC = {"attn_qkv": "attn.Wqkv", "attn_output": "attn.out_proj", "attn_output_norm": "norm1", "layer_output_norm": "norm2"}
-NOMIC |= {"ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12", "ffn_down": "mlp.fc2"}
-NOMIC_ENDS = {name: BERT_ENDS[name] for name in (EMBEDDING, encoders.SEGMENTS)}
-NOMIC_ENDS |= {f"token_embd_norm.{kind}": f"emb_ln.{kind}" for kind in ("weight", "bias")}
-SCORES = {f"cls.{kind}": f"pooler.dense.{kind}" for kind in ("weight", "bias")}
-SCORES |= {f"cls.output.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")}
 DECAYS = {"ssm_a": GgufLayout(negative_exp=True)}
 
 
@@ -151,7 +78,7 @@ class Architecture:
     interleaved: bool = False
     gain: float = 0.0
     epsilon: str = RMS_EPSILON
-    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    ends: Mapping[str, str] = field(default_factory=lambda: names.ENDS)
     rows: tuple[str, ...] = ()
     layers: str = "model.layers."
     ungained: tuple[str, ...] = ()
@@ -179,24 +106,24 @@ GPT2 = Architecture(
 QWEN_3_5 = Architecture(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
-    QWEN_NEXT,
+    names.QWEN_NEXT,
     settings.qwen3_5,
     gain=1.0,
     ungained=("ssm_norm",),
     layouts=tiled_heads,
-    drafts=QWEN_DRAFTS,
+    drafts=names.QWEN_DRAFTS,
 )
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", LLAMA, settings.nothing_else, interleaved=True),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA, settings.no_windows, interleaved=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA, settings.no_windows),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA | HEAD_NORMS, settings.no_windows),
-    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA, settings.qwen2_vl),
-    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA | HEAD_NORMS, settings.qwen3_vl),
+    "llama": Architecture("LlamaForCausalLM", "llama", names.LLAMA, settings.nothing_else, interleaved=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", names.LLAMA, settings.no_windows, interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", names.LLAMA, settings.no_windows),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", names.LLAMA | names.HEAD_NORMS, settings.no_windows),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", names.LLAMA, settings.qwen2_vl),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", names.LLAMA | names.HEAD_NORMS, settings.qwen3_vl),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         "phi3",
-        NORMS
+        names.NORMS
         | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
         | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
         settings.phi3,
@@ -204,31 +131,43 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        ATTENTION | MLP | GEMMA_NORMS,
+        names.ATTENTION | names.MLP | names.GEMMA_NORMS,
         settings.gemma3,
         gain=1.0,
     ),
-    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", GEMMA4, settings.gemma4, ends=ENDS | GEMMA4_ENDS),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", "gemma4_text", names.GEMMA4, settings.gemma4, ends=names.ENDS | names.GEMMA4_ENDS
+    ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
-        NORMS | ATTENTION | EXPERTS | SHARED | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        names.NORMS
+        | names.ATTENTION
+        | names.EXPERTS
+        | names.SHARED
+        | {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         settings.qwen2_moe,
     ),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        NORMS | ATTENTION | HEAD_NORMS | EXPERTS | {"ffn_gate_inp": "mlp.gate"},
+        names.NORMS | names.ATTENTION | names.HEAD_NORMS | names.EXPERTS | {"ffn_gate_inp": "mlp.gate"},
         settings.qwen3_moe,
     ),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, settings.nothing_else),
-    "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", ATTENTION | MLP | HEAD_NORMS | POST_NORMS, settings.exaone4),
-    "glm4": Architecture("Glm4ForCausalLM", "glm4", NORMS | ATTENTION | GLM_NORMS | GLM_MLP, settings.glm4),
-    "granite": Architecture("GraniteForCausalLM", "granite", LLAMA, settings.granite, interleaved=True),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM", "olmo2", names.ATTENTION | names.MLP | names.HEAD_NORMS | names.POST_NORMS, settings.nothing_else
+    ),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM", "exaone4", names.ATTENTION | names.MLP | names.HEAD_NORMS | names.POST_NORMS, settings.exaone4
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM", "glm4", names.NORMS | names.ATTENTION | names.GLM_NORMS | names.GLM_MLP, settings.glm4
+    ),
+    "granite": Architecture("GraniteForCausalLM", "granite", names.LLAMA, settings.granite, interleaved=True),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
-        LLAMA | MAMBA | EXPERTS | SHARED | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        names.LLAMA | names.MAMBA | names.EXPERTS | names.SHARED | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
         settings.granite_hybrid,
         interleaved=True,
         layouts=decays,
@@ -236,34 +175,39 @@ ARCHITECTURES = {
     "falcon-h1": Architecture(
         "FalconH1ForCausalLM",
         "falcon_h1",
-        FALCON_H1,
+        names.FALCON_H1,
         settings.falcon_h1,
-        ends=ENDS | {NORM: "model.final_layernorm.weight"},
+        ends=names.ENDS | {NORM: "model.final_layernorm.weight"},
         layouts=decays,
     ),
     "nemotron_h": Architecture(
         "NemotronHForCausalLM",
         "nemotron_h",
-        NEMOTRON_H,
+        names.NEMOTRON_H,
         nemotron_h,
-        ends={EMBEDDING: "model.embeddings.weight", NORM: "model.norm_f.weight", HEAD: ENDS[HEAD]},
+        ends={EMBEDDING: "model.embeddings.weight", NORM: "model.norm_f.weight", HEAD: names.ENDS[HEAD]},
         layouts=decays,
     ),
-    "command-r": Architecture("CohereForCausalLM", "cohere", COHERE, settings.command_r, epsilon="layer_norm_eps"),
-    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", COHERE, settings.cohere2, epsilon="layer_norm_eps"),
+    "command-r": Architecture("CohereForCausalLM", "cohere", names.COHERE, settings.command_r, epsilon="layer_norm_eps"),
+    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", names.COHERE, settings.cohere2, epsilon="layer_norm_eps"),
     "hunyuan-dense": Architecture(
-        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA | HUNYUAN_NORMS, settings.nothing_else
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", names.LLAMA | names.HUNYUAN_NORMS, settings.nothing_else
     ),
     "stablelm": Architecture(
-        "StableLmForCausalLM", "stablelm", LLAMA, settings.stablelm, epsilon="layer_norm_eps", ends=ENDS | NORM_BIAS
+        "StableLmForCausalLM",
+        "stablelm",
+        names.LLAMA,
+        settings.stablelm,
+        epsilon="layer_norm_eps",
+        ends=names.ENDS | names.NORM_BIAS,
     ),
     "starcoder2": Architecture(
         "Starcoder2ForCausalLM",
         "starcoder2",
-        NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        names.NORMS | names.ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         settings.starcoder2,
         epsilon="norm_epsilon",
-        ends=ENDS | NORM_BIAS,
+        ends=names.ENDS | names.NORM_BIAS,
     ),
     "gpt2": GPT2,
     "starcoder": replace(GPT2, family="GPTBigCodeForCausalLM", model_type="gpt_bigcode", settings=settings.starcoder),
@@ -281,7 +225,7 @@ ARCHITECTURES = {
     "falcon": Architecture(
         "FalconForCausalLM",
         "falcon",
-        FALCON,
+        names.FALCON,
         falcon,
         epsilon="layer_norm_epsilon",
         ends={EMBEDDING: "transformer.word_embeddings.weight", HEAD: "lm_head.weight"}
@@ -291,7 +235,7 @@ ARCHITECTURES = {
     "bloom": Architecture(
         "BloomForCausalLM",
         "bloom",
-        BLOOM,
+        names.BLOOM,
         alibi.bloom,
         epsilon="layer_norm_epsilon",
         ends={EMBEDDING: "transformer.word_embeddings.weight", HEAD: "lm_head.weight"}
@@ -302,17 +246,23 @@ ARCHITECTURES = {
     "mpt": Architecture(
         "MptForCausalLM",
         "mpt",
-        MPT,
+        names.MPT,
         alibi.mpt,
         epsilon="layer_norm_epsilon",
         ends={EMBEDDING: "transformer.wte.weight", HEAD: "lm_head.weight", NORM: "transformer.norm_f.weight"},
         layers="transformer.blocks.",
     ),
-    "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", ATTENTION | LFM2 | LFM2_CONVOLUTION, settings.lfm2, ends=ENDS | LFM2_NORM),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        "lfm2",
+        names.ATTENTION | names.LFM2 | names.LFM2_CONVOLUTION,
+        settings.lfm2,
+        ends=names.ENDS | names.LFM2_NORM,
+    ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
         "gpt_oss",
-        {"attn_norm": "input_layernorm"} | ATTENTION | GPT_OSS | EXPERTS,
+        {"attn_norm": "input_layernorm"} | names.ATTENTION | names.GPT_OSS | names.EXPERTS,
         settings.gpt_oss,
         # llama.cpp rounds the bounds of its frequencies, the checkpoints do not.
         scaling={"truncate": False},
@@ -320,7 +270,7 @@ ARCHITECTURES = {
     "qwen3next": Architecture(
         "Qwen3NextForCausalLM",
         "qwen3_next",
-        QWEN_NEXT | QWEN_EXPERTS,
+        names.QWEN_NEXT | names.QWEN_EXPERTS,
         settings.qwen3_next,
         gain=1.0,
         ungained=("ssm_norm",),
@@ -331,27 +281,27 @@ ARCHITECTURES = {
         QWEN_3_5,
         family="Qwen3_5MoeForCausalLM",
         model_type="qwen3_5_moe_text",
-        tensors=QWEN_NEXT | QWEN_EXPERTS,
+        tensors=names.QWEN_NEXT | names.QWEN_EXPERTS,
         settings=settings.qwen3_5_moe,
     ),
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA, settings.ernie4_5),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", names.LLAMA, settings.ernie4_5),
     "bert": Architecture(
         "BertModel",
         "bert",
-        BERT,
+        names.BERT,
         encoders.bert,
         epsilon="layer_norm_eps",
-        ends=BERT_ENDS,
+        ends=names.BERT_ENDS,
         rows=(encoders.SEGMENTS,),
         layers="encoder.layer.",
     ),
     "nomic-bert": Architecture(
         "NomicBertModel",
         "nomic_bert",
-        NOMIC,
+        names.NOMIC,
         encoders.nomic_bert,
         epsilon="layer_norm_eps",
-        ends=NOMIC_ENDS,
+        ends=names.NOMIC_ENDS,
         rows=(encoders.SEGMENTS,),
         layers="encoder.layers.",
     ),
@@ -360,10 +310,10 @@ ARCHITECTURES = {
 MIXTRAL_ARCHITECTURE = Architecture(
     "MixtralForCausalLM",
     "mixtral",
-    NORMS
-    | ATTENTION
+    names.NORMS
+    | names.ATTENTION
     | {"ffn_gate_inp": "block_sparse_moe.gate"}
-    | {name: f"block_sparse_moe.experts.{{}}.{module}" for name, module in MIXTRAL.items()},
+    | {name: f"block_sparse_moe.experts.{{}}.{module}" for name, module in names.MIXTRAL.items()},
     settings.mixtral,
     interleaved=True,
 )
@@ -371,13 +321,13 @@ MIXTRAL_ARCHITECTURE = Architecture(
 OLMO3_ARCHITECTURE = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", model_type="olmo3", settings=settings.olmo3)
 """OLMo 3's files say "olmo2" and have windows."""
 
-FALCON_40B = replace(ARCHITECTURES["falcon"], tensors=FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
+FALCON_40B = replace(ARCHITECTURES["falcon"], tensors=names.FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
 """Larger models have two norms in a layer, of which the first in the file is that of the MLP."""
 BERT_RERANKER = replace(
     ARCHITECTURES["bert"],
     family="BertForSequenceClassification",
     settings=encoders.bert_reranker,
-    ends=BERT_ENDS | SCORES,
+    ends=names.BERT_ENDS | names.SCORES,
     rows=(encoders.SEGMENTS, encoders.SCORE),
 )
 """Rerankers' files say "bert" and have a head; of all kinds of BERT it is of one form."""

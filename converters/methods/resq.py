@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from edgeq.converters.calibration.attention_parts import Angles, rotated
 from edgeq.converters.calibration.forward import BlockForward, TokenForward
-from edgeq.converters.calibration.torch_decoder import Angles, rotated
 from edgeq.converters.families import LINEARS, NORMS, Family
 from edgeq.converters.method import Study
 from edgeq.converters.methods.rotated import Rotated, stored_transform

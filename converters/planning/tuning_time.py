@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.forward import angles, visible
-from edgeq.converters.calibration.torch_decoder import DecoderLayer, quantized_linears
+from edgeq.converters.calibration.staged import quantized_linears
+from edgeq.converters.calibration.torch_decoder import DecoderLayer
 from edgeq.converters.methods.tuning import Tuned, installed
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.rounding.linears import LinearItem

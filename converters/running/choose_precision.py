@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import TokenForward, WholeReader
 from edgeq.converters.calibration.head import LogSumExp, capped, head_slabs, last_norm, vectors
-from edgeq.converters.calibration.torch_decoder import quantized_linears
+from edgeq.converters.calibration.staged import quantized_linears
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import HEAD
 from edgeq.converters.method import Method

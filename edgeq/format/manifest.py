@@ -80,7 +80,7 @@ def _attention(config: Stack, layer: int) -> StackContents:
     parts |= {f"{p}attention_gate": (q, hidden)} if config.attention_gate else {}
     contents: StackContents = {f"{p}q" if shared else f"{p}qkv": parts}
     if config.qk_norm:
-        of_queries, of_keys = config.qk_norm_sizes(layer)
+        of_queries, of_keys = shape.norm_sizes(config.qk_norm_kind)
         contents |= {f"{p}q_norm": (of_queries,)} | ({} if shared else {f"{p}k_norm": (of_keys,)})
     contents |= {f"{p}sinks": (config.num_attention_heads,)} if config.attention_sinks else {}
     return contents | {f"{p}o": {f"{p}o": (hidden, q)}}

@@ -19,3 +19,7 @@ class HeadShape(NamedTuple):
     @property
     def kv_size(self) -> int:
         return self.kv_heads * self.head_dim
+
+    def norm_sizes(self, kind: str) -> tuple[int, int]:
+        """Channels of the norms of queries and of keys, of a `qk_norm_kind`."""
+        return (self.query_size, self.kv_size) if kind == "whole" else (self.head_dim, self.head_dim)

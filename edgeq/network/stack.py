@@ -291,11 +291,6 @@ class Stack:
         """Whether attention and MLP read the same stream."""
         return self.parallel_blocks != "none"
 
-    def qk_norm_sizes(self, layer: int) -> tuple[int, int]:
-        """Channels of the norms of queries and of keys of this layer."""
-        shape, whole = self.heads_of(layer), self.qk_norm_kind == "whole"
-        return (shape.query_size, shape.kv_size) if whole else (shape.head_dim, shape.head_dim)
-
     @property
     def delta_layers(self) -> tuple[int, ...]:
         """Indices of layers of a gated delta net."""

@@ -287,7 +287,7 @@ def head_norms(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operat
         p, shape, (qkv, _) = layer_prefix(config, layer), config.heads_of(layer), head_widths(config, layer)
         sides = ("q",) if config.shares_cache(layer) else ("q", "k")
         widths, begins = (shape.query_size, shape.kv_size), (0, shape.query_size)
-        for side, begin, width, size in zip(sides, begins, widths, config.qk_norm_sizes(layer), strict=False):
+        for side, begin, width, size in zip(sides, begins, widths, shape.norm_sizes(config.qk_norm_kind), strict=False):
             gain = metadata.arrays[f"{p}{side}_norm"]
             yield HeadNorm(layer, qkv, begin, width // size, size, gain, config.rms_norm_eps)
 

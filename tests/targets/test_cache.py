@@ -421,7 +421,7 @@ def test_scores_are_capped_before_the_softmax(cap: float, kv: KvCodec) -> None:
             assert np.abs(y[row, 64 * head : 64 * head + 64] - wanted).max() < 2e-4, (row, head)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
 @pytest.mark.parametrize("window", [0, 30])
 def test_scores_grow_with_the_slots_of_keys(isa, kv, window):

@@ -87,7 +87,8 @@ def importance(network: Network, report: Report) -> dict[str, NDArray[np.float32
 
     from edgeq.converters.calibration.dataset import MAX_ROWS, ROW_TOKENS, calibration
     from edgeq.converters.calibration.forward import BlockForward
-    from edgeq.converters.calibration.torch_decoder import Norm, quantized_linears
+    from edgeq.converters.calibration.staged import quantized_linears
+    from edgeq.converters.calibration.torch_decoder import Norm
     from edgeq.converters.checkpoint.tokenizer import read_text
 
     config, checkpoint = network.config, network.checkpoint

@@ -1,4 +1,5 @@
-"""What attention of the calibration's passes has beside its own keys and values: those of another layer, sinks, slopes."""
+"""What attention of the calibration's passes has beside its projections: rotations, keys and values of another layer or of what
+comes before, sinks, slopes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines [positions, pairs]."""
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """x [..., tokens, head_dim] with its first channels, two for each angle, rotated."""
+    half = cosines.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cosines - b * sines, b * cosines + a * sines, rest), dim=-1)
 
 
 class KeysValues:
