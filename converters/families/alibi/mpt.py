@@ -85,7 +85,8 @@ def mpt_settings(values: Values) -> dict[str, Any]:
 def logit_factor(values: Values) -> float:
     found = values["logit_scale"]
     if found == INVERSE_ROOT and type(values.get("d_model")) is int and values["d_model"] > 0:
-        return float(values["d_model"]) ** -0.5
+        inverse: float = float(values["d_model"]) ** -0.5
+        return inverse
     return 1.0 if found is None else multiplier(values, "logit_scale")
 
 
