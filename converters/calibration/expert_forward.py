@@ -9,6 +9,7 @@ arXiv 2410.24164, section III).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,9 @@ class ExpertForward(Forward):
         """
         super().__init__(family, config, tensors, decoder.compute)
         self._decoder, self._read = decoder, read
-        self._steps, (texts, self._length) = config.steps, decoder.hidden.shape[:2]
+        texts, self._length = decoder.hidden.shape[:2]
+        # The text that each row comes after.
+        self._texts = torch.arange(texts).repeat_interleave(config.steps)
         self._held: tuple[int, KeysValues] | None = None
         self._hidden = _entering(config, tensors, texts)
 
@@ -58,15 +61,17 @@ class ExpertForward(Forward):
     def batches(self, index: int) -> Iterator[CalibrationBatch]:
         kept, put = self._keys_of(index), self.compute.put
         arguments = {"position_embeddings": self._angles(index), "attention_mask": put(self._mask())}
-        rows = self.compute.batches(torch.arange(len(self._hidden)))
-        for x, places in zip(self.states, rows, strict=True):
-            yield CalibrationBatch(x, arguments | {"before": KeptRows(kept, places // self._steps)})
+        for x, texts in zip(self.states, self.compute.batches(self._texts), strict=True):
+            yield CalibrationBatch(x, arguments | {"before": KeptRows(kept, texts)})
 
     def passed(self, index: int) -> None:
         """Nothing: the rows go from layer to layer."""
 
     def few(self, count: int) -> ExpertForward:
-        raise NotImplementedError("layers of an expert are not reported")
+        found, step = copy(self), -(-len(self._hidden) // count)
+        found._decoder = self._decoder.few(len(self._decoder.hidden))
+        found._hidden, found._texts = self._hidden[::step].clone(), self._texts[::step]
+        return found
 
     @torch.no_grad()
     def _keys_of(self, index: int) -> KeysValues:

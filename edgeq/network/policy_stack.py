@@ -84,14 +84,14 @@ class PolicyStack(Stack):
         """What the policy reads of a state in a robot's own units, float32 [numbers]."""
         if not self.state_mean:
             return own
-        mean, std = np.float32(self.state_mean), np.float32(self.state_std)
+        mean, std = (np.array(each, np.float32) for each in (self.state_mean, self.state_std))
         return np.asarray((own - mean) / (std + np.float32(SMALL)), np.float32)
 
     def own_actions(self, made: NDArray[np.float32]) -> NDArray[np.float32]:
         """Actions in a robot's own units, float32 [actions, numbers that have statistics], of what the policy made."""
         if not self.action_mean:
             return made
-        mean, std = np.float32(self.action_mean), np.float32(self.action_std)
+        mean, std = (np.array(each, np.float32) for each in (self.action_mean, self.action_std))
         return np.asarray(made[:, : len(mean)] * std + mean, np.float32)
 
     def check_beside(self, decoder: Stack) -> None:

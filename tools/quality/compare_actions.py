@@ -99,7 +99,7 @@ def situations(config: ModelConfig, documents: Sequence[str]) -> Iterator[Situat
         images = [Image.fromarray(each).resize((edge, edge), Image.Resampling.BICUBIC) for each in pixels]
         state = rng.standard_normal(len(expert.state_mean) or expert.state_size, np.float32)
         if expert.state_mean:
-            state = np.float32(expert.state_mean) + np.float32(expert.state_std) * state
+            state = np.array(expert.state_mean, np.float32) + np.array(expert.state_std, np.float32) * state
         noise = rng.standard_normal((expert.actions, expert.action_size), np.float32)
         yield Situation(images, lines[i * len(lines) // SITUATIONS], state, noise)
 

@@ -33,6 +33,8 @@ def test_velocities_after_texts_are_those_of_the_runtime(case: Case) -> None:
     forward = ExpertForward(family.policy, expert, decoder, tensors, None)
     for index in range(expert.num_hidden_layers):
         layer = forward.load(index)
+        third = torch.cat(forward.few(3).outputs(index, layer))
+        assert torch.allclose(third, torch.cat(forward.outputs(index, layer))[::3], atol=1e-5)
         if index == 1:
             # The way in which methods go through it.
             run = StagedLayer(forward, index, layer, weighed=True)

@@ -144,7 +144,7 @@ def test_what_cannot_be_acted_on_is_refused(case: Case) -> None:
 
 
 def test_with_statistics_a_robot_has_its_own_units(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first numbers of a state and of an action, as many as the data have."""
+    """As many numbers of a state and of an action, the first ones, as the data have."""
     config = ModelFile.open(case.path).metadata.config
     assert config.policy
     stats: dict[str, Any] = {"observation.state": {"mean": [5.0, -3.0, 0.5], "std": [2.0, 0.5, 0.0], "count": [7]}}
@@ -163,7 +163,7 @@ def test_with_statistics_a_robot_has_its_own_units(case: Case, monkeypatch: pyte
     monkeypatch.setattr(ModelFile, "open", other)
     found = case.act("reference", state=[6.0, -3.5, 0.5])
     assert found.shape == (OWN["chunk_size"], 2)
-    assert np.allclose(found, made[:, :2] * np.float32([3, 0.1]) + np.float32([10, -20]), rtol=1e-6)
+    assert np.allclose(found, made[:, :2] * np.array([3, 0.1], np.float32) + np.array([10, -20], np.float32), rtol=1e-6)
     with pytest.raises(InputError, match="3 finite numbers, as many as the file has statistics of"):
         case.act("reference", state=[6.0, -3.5])
 
