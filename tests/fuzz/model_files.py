@@ -32,10 +32,11 @@ from edgeq.network.rope import Rope, frequencies
 FLOATS = ("f32", "f16", "bf16")
 BAD = (np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-40, 0.0, 65504.0, 1e30)
 BAD_SCALES = (np.nan, np.inf, -np.inf, 65504, -65504, 6e-8, -1.0, 0.0)
+NOWHERE = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
 TOKENIZER = json.dumps(
     {
         "version": "1.0",
-        "added_tokens": [{"id": 0, "content": "<s>", "special": True, "normalized": False}],
+        "added_tokens": [{"id": 0, "content": "<s>", "special": True, "normalized": False, **NOWHERE}],
         "model": {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "b": 2, "[UNK]": 3}, "unk_token": "[UNK]"},
     }
 )
@@ -280,7 +281,7 @@ class _PolicyMaker(_Maker):
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
             head_dim=16, rms_norm_eps=1e-6, rope=Rope(1e4, "learned"), hidden_act="gelu_pytorch_tanh", layer_norm=True,
             gated_mlp=False,
-            patch_size=8, out_hidden_size=48, image=image, image_token_id=3, position_rows=4, merge=1, temporal_patch_size=1,
+            patch_size=8, out_hidden_size=48, image=image, image_token_id=4, position_rows=4, merge=1, temporal_patch_size=1,
             project_norm="patch", project_size=0, project_act="none",
         )  # fmt: skip
         return ModelConfig(

@@ -5,6 +5,7 @@ of Gemma that see its keys and values, makes actions of a robot's state and of n
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.gemma import FIRST_GAINS, GEMMA, first_gemma_settings, first_gemma_sources
@@ -86,7 +87,7 @@ def with_statistics(policy: PolicyStack, stats: Values) -> PolicyStack:
 
     FormatError: one of state and action is missing, or is no list of numbers.
     """
-    found: dict[str, tuple[float, ...]] = {}
+    found: dict[str, Any] = {}
     for what, key in (("state", "observation.state"), ("action", "action")):
         for kind in ("mean", "std"):
             of_key = stats.get(key)
