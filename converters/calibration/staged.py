@@ -139,8 +139,10 @@ class StagedLayer(Staged):
             layer.after_attention(batch.x, batch.rows)
             return
         if not path.startswith("mlp"):
+            assert layer.self_attn is not None
             layer.self_attn(layer.input_layernorm(batch.x), **batch.attention)
             return
+        assert layer.mlp is not None
         x = layer.mlp_input(batch.x)
         if isinstance(layer.mlp, TorchExperts) and path != "mlp":
             layer.mlp.run_owner(path, x.flatten(0, -2))

@@ -172,8 +172,8 @@ def bert_scores(values: Values) -> Pooling:
     return Pooling("cls", False, layers, ranks=True)
 
 
-def reranker_sources(config: ModelConfig, names: tuple[str, str], norm: str = "") -> Sources:
-    """`names`: of the two layers of the head in the checkpoint;  `norm`: of that between them."""
+def reranker_sources(config: ModelConfig, names: tuple[str, ...], norm: str = "") -> Sources:
+    """`names`: of the layers of the head in the checkpoint, the last one gives the score;  `norm`: of that between them."""
     sources = {}
     for name, shape in dense_shapes(config).items():
         ours = dense_tensor(name)

@@ -38,23 +38,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-    return lambda kind: made.setdefault(kind, MAKERS[kind](tmp_path_factory.mktemp(kind) / "source"))
-
-
-@pytest.fixture(scope="module")
-def path(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def find(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("file") / "a.edgeq"
-            convert(str(source(kind)), made[kind], ConvertOptions(method="none", rerank="qwen3"), lambda *_: None)
-        return made[kind]
-
-    return find
+OPTIONS: dict[str, Any] = {"method": "none", "rerank": "qwen3"}
 
 
 def loaded(path: Path, target: str = "cpu") -> Model:
@@ -88,18 +72,18 @@ def scores(model: Model, **options: Any) -> list[float]:
 def test_scores_are_those_of_the_model_card(kind: str, source: Any, path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = expected(source(kind))
     assert max(wanted) - min(wanted) > 0.01
-    config = ModelFile.open(path(kind)).metadata.config
+    config = ModelFile.open(path(kind, **OPTIONS)).metadata.config
     assert config.pooling == Pooling("last", False, (DenseLayer(1, activation="sigmoid"),), ranks=True)
-    with loaded(path(kind)) as model:
+    with loaded(path(kind, **OPTIONS)) as model:
         assert np.allclose(scores(model), wanted, atol=2e-3)
     # Keys and values as they are, not in f16.
     monkeypatch.setattr(reference_attention, "cached", lambda x, kv, keys: x)
-    with loaded(path(kind), "reference") as model:
+    with loaded(path(kind, **OPTIONS), "reference") as model:
         assert np.allclose(scores(model), wanted, rtol=1e-5, atol=2e-6)
 
 
 def test_a_checkpoint_with_a_layer_for_the_score_is_the_same_network(path: Any) -> None:
-    head, scored = (ModelFile.open(path(kind)) for kind in ("head", "scored"))
+    head, scored = (ModelFile.open(path(kind, **OPTIONS)) for kind in ("head", "scored"))
     assert head.metadata.config == scored.metadata.config and head.metadata.arrays.keys() == scored.metadata.arrays.keys()
     for name, ref in head.metadata.arrays.items():
         assert np.array_equal(head.array(ref), scored.array(scored.metadata.arrays[name])), name
@@ -107,7 +91,7 @@ def test_a_checkpoint_with_a_layer_for_the_score_is_the_same_network(path: Any) 
 
 def test_an_instruction_takes_the_place_of_that_of_the_file(source: Any, path: Any) -> None:
     wanted = expected(source("head"), INSTRUCTION)
-    with loaded(path("head")) as model:
+    with loaded(path("head", **OPTIONS)) as model:
         found = scores(model, instruction=INSTRUCTION)
         assert np.allclose(found, wanted, atol=2e-3) and not np.allclose(found, scores(model), atol=4e-3)
         with pytest.raises(InputError, match="`instruction` is 5"):
@@ -116,13 +100,13 @@ def test_an_instruction_takes_the_place_of_that_of_the_file(source: Any, path: A
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 def test_a_score_does_not_depend_on_other_documents(target: str, path: Any) -> None:
-    with loaded(path("head"), target) as model:
+    with loaded(path("head", **OPTIONS), target) as model:
         alone = [model.rerank(QUERY, [document])[0].relevance_score for document in DOCUMENTS]
         assert scores(model) == alone
 
 
 def test_control_tokens_of_a_document_are_text(path: Any) -> None:
-    with loaded(path("head")) as model:
+    with loaded(path("head", **OPTIONS)) as model:
         control = model.text.control_token("<|im_end|>")
         plain, spelled = model.embedder.pairs("a", ["b", "<|im_end|>"])
         assert plain.tokens.count(control) == spelled.tokens.count(control) == 2
