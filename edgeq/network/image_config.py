@@ -37,7 +37,7 @@ MAX_TILES_A_SIDE = 32
 GOT = "GotOcr2ImageProcessor"
 """InternVL's, which always cuts into tiles with it."""
 MAX_TILES = 64
-"""Of a picture that is cut by its aspect: a search goes through their pairs of rows and columns."""
+"""Tiles of a picture that is cut by its aspect: a search goes through their pairs of rows and columns."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},

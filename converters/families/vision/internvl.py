@@ -27,7 +27,7 @@ ARCHITECTURE = "InternVLForConditionalGeneration"
 TEXTS = PictureTexts(begin="<img>", end="</img>")
 DECODERS = {**TEXT, "qwen3": ("Qwen3ForCausalLM", {**TEXT["qwen2"][1], "head_dim": 128})}
 HEAD_EPS, PROJECT_EPS = 1e-6, 1e-5
-"""Of the norms of queries and keys, and of the LayerNorm before the projector: no key says them."""
+"""Epsilon of the norms of queries and keys, and of the LayerNorm before the projector: no key says it."""
 NORMS = {"layer_norm": True, "rms_norm": False}
 # Module of a layer (torch_decoder.py) -> its module in the tower, and the vector that its rows are multiplied by.
 BLOCK = {

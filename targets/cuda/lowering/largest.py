@@ -44,9 +44,9 @@ class Chosen:
         found = [(self.values, 4 * rows * self.count), (self.ids, 4 * rows * self.count), (self.finite, 4 * rows)]
         return [*found, (self.next, 4 * rows)] if self.draws else found
 
-    def tokens(self, found: Sequence[NDArray[np.uint8]], rows: int) -> list[int]:
-        """What is at `next`, of the results of a run."""
-        tokens: list[int] = found[3 if self.draws else 1].view(np.int32)[:rows].tolist()
+    def tokens(self, results_read: Sequence[NDArray[np.uint8]], rows: int) -> list[int]:
+        """What is at `next`; results_read: the bytes of `results` after a run."""
+        tokens: list[int] = results_read[3 if self.draws else 1].view(np.int32)[:rows].tolist()
         return tokens
 
 
