@@ -169,7 +169,7 @@ def test_the_whole_protocol_on_an_imitated_gpu_and_a_failure_in_every_step(
     assert {(each["shape"], each["mode"]) for each in found("decode")} == {("tiny", "a16"), ("tiny", "a8")}
     assert "best" in found("tuning")[-1] and len(found("tuning")) >= 4
     assert json.loads((whole / "products.log").read_text()[(whole / "products.log").read_text().index("{") :])["lines"]
-    assert "2 passed" not in (whole / "tests.log").read_text() and "5 passed" in (whole / "tests.log").read_text()
+    assert " 9 passed" in (whole / "tests.log").read_text()
     lost = tmp_path / "lost"
     ran = imitated.run(*command, "--out", lost, cache=tmp_path / "cache", kernels=made, sm=120, fail="cuLaunchKernel:719:1")
     assert ran.returncode == 1 and statuses(lost) == dict.fromkeys(names, "failed"), statuses(lost)
