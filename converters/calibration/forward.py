@@ -304,11 +304,16 @@ def embedded(tensors: Tensors, config: ModelConfig, tokens: Tensor) -> Tensor:
     x = torch.cat(rows)[inverse] * config.embedding_multiplier
     if not config.embedding_norm:
         return x
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    norm.load_state_dict({kind: torch.from_numpy(tensors.whole(f"{EMBEDDING_NORM}.{kind}")) for kind in norm.state_dict()})
     with torch.no_grad():
-        normed: Tensor = norm(x)
+        normed: Tensor = stored_norm(tensors, config, EMBEDDING_NORM)(x)
     return normed
+
+
+def stored_norm(tensors: Tensors, config: ModelConfig, name: str) -> Norm:
+    """A norm of the stream whose tensors are `name`.weight and, of a LayerNorm, `name`.bias."""
+    norm = Norm(config, config.hidden_size, config.layer_norm)
+    norm.load_state_dict({kind: torch.from_numpy(tensors.whole(f"{name}.{kind}")) for kind in norm.state_dict()})
+    return norm
 
 
 def visible(length: int, window: int, bidirectional: bool = False, ends: Tensor | None = None) -> Tensor:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.compute import LOGIT_BYTES, Compute
+from edgeq.converters.calibration.forward import stored_norm
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.calibration.torch_decoder import Norm
 from edgeq.converters.checkpoint.slabs import RowReader, Tensors, slabs
-from edgeq.converters.families import EMBEDDING, HEAD, NORM, NORM_BIAS
+from edgeq.converters.families import EMBEDDING, HEAD, NORM
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe, RoundRows
 from edgeq.converters.rounding.presets import MIN_MAX_ZERO_WEIGHED
@@ -74,10 +75,7 @@ def capped(logits: Tensor, config: ModelConfig) -> Tensor:
 
 def last_norm(config: ModelConfig, tensors: Tensors) -> Norm:
     """The norm before the head."""
-    norm = Norm(config, config.hidden_size, config.layer_norm)
-    names = {"weight": NORM, "bias": NORM_BIAS} if config.layer_norm else {"weight": NORM}
-    norm.load_state_dict({name: torch.from_numpy(tensors.whole(tensor)) for name, tensor in names.items()})
-    return norm
+    return stored_norm(tensors, config, NORM.removesuffix(".weight"))
 
 
 def beginnings(states: Tensor, pooling: str) -> Tensor:

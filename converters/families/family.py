@@ -19,6 +19,7 @@ from edgeq.format.manifest import (
     dense_shapes,
     draft_input,
     draft_output,
+    embedding_norm_shapes,
     layer_contents,
     layer_prefix,
     patch_contents,
@@ -104,13 +105,7 @@ def dense_tensor(name: str) -> str:
 
 def embedding_norm_tensor(name: str) -> str:
     """The tensor of an array of `embedding_norm_shapes`."""
-    return f"model.{name.removesuffix('_bias')}.{'bias' if name.endswith('_bias') else 'weight'}"
-
-
-def embedding_norm_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the arrays of the norm that token embeddings go through; none: there is no such norm."""
-    names = ("embedding_norm", "embedding_norm_bias") if config.layer_norm else ("embedding_norm",)
-    return dict.fromkeys(names, (config.hidden_size,)) if config.embedding_norm else {}
+    return f"{EMBEDDING_NORM}.{'bias' if name.endswith('_bias') else 'weight'}"
 
 
 def linear_module(part: str) -> str:

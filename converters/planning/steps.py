@@ -10,7 +10,7 @@ from edgeq.converters.budget.part_names import TABLE
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.converters.families import EMBEDDING, HEAD, LAYER_ROWS, NORM, NORM_BIAS, POSITIONS, ROW_CONTEXT, ROW_CONTEXT_NORM
-from edgeq.converters.families.family import dense_tensor, embedding_norm_shapes, embedding_norm_tensor
+from edgeq.converters.families.family import dense_tensor, embedding_norm_tensor
 from edgeq.converters.method import Method
 from edgeq.converters.planning.items import ArrayItem, BlobItem, Item
 from edgeq.converters.rounding.linears import LinearItem, Recipe
@@ -23,6 +23,7 @@ from edgeq.format.manifest import (
     dense_shapes,
     draft_input,
     draft_output,
+    embedding_norm_shapes,
     layer_contents,
     layer_prefix,
     patch_contents,

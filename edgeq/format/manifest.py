@@ -207,10 +207,15 @@ def array_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["positions"] = (config.segments * config.max_position_embeddings, config.hidden_size)
     if config.hidden_size_per_layer_input:
         shapes["row_context_norm"] = (config.hidden_size_per_layer_input,)
-    shapes |= (_norm(config, "embedding_norm") if config.embedding_norm else {}) | dense_shapes(config)
+    shapes |= embedding_norm_shapes(config) | dense_shapes(config)
     for part in _parts(config):
         shapes.update({name: shape for name, shape in part.items() if isinstance(shape, tuple)})
     return shapes | _norm(config, "norm")
+
+
+def embedding_norm_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the arrays of the norm that token embeddings go through; none: there is no such norm."""
+    return _norm(config, "embedding_norm") if config.embedding_norm else {}
 
 
 def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ PICTURES = {
 def policy(rng: random.Random) -> str:
     """The same of a policy, whose decoder, tower and expert have objects of their own, and of what reads its pictures."""
     pictures = changed_json(rng, PICTURES) if rng.random() < 0.2 else PICTURES
-    try:
+
+    def read() -> None:
         family, found = recognise(changed_json(rng, POLICY) if rng.random() < 0.95 else POLICY, pictures)
         if found.num_hidden_layers < 4096:
             for each in (family, family.tower, family.policy):
@@ -69,13 +71,8 @@ def policy(rng: random.Random) -> str:
                 each.sources()
                 each.tensor_shapes()
         ModelConfig.from_json(found.to_json())
-    except EdgeqError as error:
-        return refused(error)
-    except AttributeError as error:
-        if "has no attribute 'get'" not in str(error):
-            raise
-        return "no object"
-    return "recognised"
+
+    return recognised(read)
 
 
 def config(rng: random.Random) -> str:
@@ -85,12 +82,21 @@ def config(rng: random.Random) -> str:
     other = ("expert", "moe") if "Mo" not in name and "Mix" not in name else ("use_sliding_window", "layer_types")
     config = {key: value for key, value in COMMON.items() if rng.random() < 0.97 and not any(part in key for part in other)}
     config["architectures"] = [name]
-    try:
+
+    def read() -> None:
         family, found = recognise(changed_json(rng, config) if rng.random() < 0.95 else config)
         if found.num_hidden_layers * max(1, found.num_experts) < 4096:
             family.sources()
             family.tensor_shapes()
         json.dumps(json.loads(found.to_json()), allow_nan=False)
+
+    return recognised(read)
+
+
+def recognised(read: Callable[[], None]) -> str:
+    """What became of a configuration that `read` reads."""
+    try:
+        read()
     except EdgeqError as error:
         return refused(error)
     except AttributeError as error:

@@ -120,9 +120,12 @@ WIDE = {
     **norms("attn_q_norm", "attn_k_norm", size=32),
     **matrices(8, attn_q=[128, 64], attn_k=[32, 64], attn_output=[64, 128]),
 }
+SSM_KEYS = {"ssm__conv_kernel": 3, "ssm__state_size": 16, "ssm__group_count": 2, "ssm__time_step_rank": 4}
+SPACE_KEYS = {**SSM_KEYS, "ssm__inner_size": 128}
 DELTA_KEYS = {
     **{"block_count": 3, "attention__head_count_kv": 2, "full_attention_interval": 2, "rope__dimension_count": 8},
-    **{"ssm__conv_kernel": 3, "ssm__state_size": 16, "ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 64},
+    **SSM_KEYS,
+    "ssm__inner_size": 64,
 }
 ATTENDING = norms("attn_q_norm", "attn_k_norm", size=16)
 ATTENDING |= matrices(8, attn_q=[128, 64], attn_k=[32, 64], attn_v=[32, 64], attn_output=[64, 64])
@@ -159,11 +162,7 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
             residual_scale=0.5,
             logit_scale=4.0,
             rope__scaling__finetuned=False,
-            ssm__conv_kernel=3,
-            ssm__state_size=16,
-            ssm__group_count=2,
-            ssm__time_step_rank=4,
-            ssm__inner_size=128,
+            **SPACE_KEYS,
         ),
         norms("output_norm")
         | layers(
@@ -176,11 +175,7 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
             "falcon-h1",
             block_count=1,
             attention__head_count_kv=2,
-            ssm__conv_kernel=3,
-            ssm__state_size=16,
-            ssm__group_count=2,
-            ssm__time_step_rank=4,
-            ssm__inner_size=128,
+            **SPACE_KEYS,
         ),
         norms("output_norm") | layers(norms("attn_norm") | {"ffn_norm": [0, [64]]} | MLP | MAMBA | HEADS),
     ),
@@ -190,11 +185,7 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
             block_count=3,
             feed_forward_length=[0, 0, 96],
             attention__head_count_kv=[0, 2, 0],
-            ssm__conv_kernel=3,
-            ssm__state_size=16,
-            ssm__group_count=2,
-            ssm__time_step_rank=4,
-            ssm__inner_size=128,
+            **SPACE_KEYS,
         ),
         norms("output_norm")
         | matrices(8, output=[len(WORDS), 64])

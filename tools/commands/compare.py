@@ -72,12 +72,13 @@ def compare(
     InputError: a text that cannot be read or is too short, or models that do not share a vocabulary.
     ResourceError: too little memory to score the source.
     """
-    if embed := [path for path in models if ModelFile.open(path).metadata.config.pooling]:
+    configs = {path: ModelFile.open(path).metadata.config for path in models}
+    if embed := [path for path in models if configs[path].pooling]:
         if len(embed) < len(models):
             raise InputError(f"{embed[0]} embeds texts and others continue them; compare files of the same model")
         compare_vectors(models, against, text, window=window or WINDOW, limit=limit, as_json=as_json, options=options)
         return
-    if acting := [path for path in models if ModelFile.open(path).metadata.config.policy]:
+    if acting := [path for path in models if configs[path].policy]:
         if len(acting) < len(models):
             raise InputError(f"{acting[0]} makes actions and others continue texts; compare files of the same model")
         compare_actions(models, against, text, as_json=as_json, options=options)
