@@ -254,6 +254,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.4, "logits_scaling": 3.0}
         | {"tie_word_embeddings": True, "rms_norm_eps": 3e-5},
     ),
+    "granite_moe": (
+        "GraniteMoe",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64, "rms_norm_eps": 3e-5}
+        | {"embedding_multiplier": 6.0, "attention_multiplier": 0.05, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+        | {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+    ),
+    "granite_moe_shared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 64, "shared_intermediate_size": 96}
+        | {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 5.0},
+    ),
     "granite_hybrid": (
         "GraniteMoeHybrid",
         {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2]}

@@ -16,7 +16,7 @@ from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
 from edgeq.converters.families.decoders.gemma4 import GEMMA_4_FAMILIES
 from edgeq.converters.families.decoders.glm import GLM_FAMILIES
 from edgeq.converters.families.decoders.gpt import GPT_FAMILIES
-from edgeq.converters.families.decoders.granite import GRANITE
+from edgeq.converters.families.decoders.granite import GRANITE_FAMILIES
 from edgeq.converters.families.decoders.hunyuan import HUNYUAN
 from edgeq.converters.families.decoders.lfm import LFM2
 from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES
@@ -49,8 +49,8 @@ from edgeq.network.stack import MAX_SIZES
 
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
-    GRANITE, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, NEMOTRON_H, *QWEN_NEXT_FAMILIES,
-    *GEMMA_4_FAMILIES, BLOOM, MPT, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
+    *GRANITE_FAMILIES, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, NEMOTRON_H,
+    *QWEN_NEXT_FAMILIES, *GEMMA_4_FAMILIES, BLOOM, MPT, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
     *RANKING_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (

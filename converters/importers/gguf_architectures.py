@@ -164,10 +164,17 @@ ARCHITECTURES = {
         "Glm4ForCausalLM", "glm4", names.NORMS | names.ATTENTION | names.GLM_NORMS | names.GLM_MLP, settings.glm4
     ),
     "granite": Architecture("GraniteForCausalLM", "granite", names.LLAMA, settings.granite, interleaved=True),
+    "granitemoe": Architecture(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
+        names.NORMS | names.ATTENTION | names.GRANITE_EXPERTS,
+        settings.granite_moe,
+        interleaved=True,
+    ),
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
-        names.LLAMA | names.MAMBA | names.EXPERTS | names.SHARED | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        names.LLAMA | names.MAMBA | names.GRANITE_EXPERTS,
         settings.granite_hybrid,
         interleaved=True,
         layouts=decays,

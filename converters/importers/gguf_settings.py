@@ -331,6 +331,14 @@ def granite(keys: GgufKeys) -> Settings:
     return granite_multipliers(keys)
 
 
+def granite_moe(keys: GgufKeys) -> Settings:
+    return granite(keys) | {
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "shared_intermediate_size": keys.integer("expert_shared_feed_forward_length", 0),
+    }
+
+
 def granite_multipliers(keys: GgufKeys) -> Settings:
     """llama.cpp takes 0 for an absent one."""
     head_dim = keys.integer("attention.key_length", keys.integer("embedding_length") // keys.integer("attention.head_count"))

@@ -13,10 +13,16 @@ from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.experts import expert_mappings
-from edgeq.converters.families.decoders.granite import MULTIPLIERS, granite_settings
+from edgeq.converters.families.decoders.granite import (
+    MULTIPLIERS,
+    gate_up_down,
+    granite_expert_settings,
+    granite_settings,
+    granite_sources,
+)
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, NO_EXPERTS
 from edgeq.converters.families.family import FamilyDescription, Values, network_mappings
-from edgeq.converters.families.rearranged import Sources, convolution, flag, multiplier, scaled_logits
+from edgeq.converters.families.rearranged import Sources, convolution, flag, multiplier
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.config import ModelConfig
 from edgeq.network.json_records import check_integer
@@ -80,51 +86,19 @@ def hybrid_settings(values: Values) -> dict[str, Any]:
     layers, experts = values["num_hidden_layers"], values["num_local_experts"]
     still, found = values["position_embedding_type"] != "rope", ssd_layers(values)
     space = space_of(values, found, expanded(values)) if found else None
-    settings = granite_settings(values) | {"ssd": space, "layers_without_rope": tuple(range(layers)) if still else ()}
+    settings = {"ssd": space, "layers_without_rope": tuple(range(layers)) if still else ()}
     if not experts:
-        return settings | {"intermediate_size": values["shared_intermediate_size"]}
-    return settings | {
-        "num_experts": experts,
-        "num_experts_per_tok": values["num_experts_per_tok"],
-        "norm_topk_prob": True,
-        "shared_expert_intermediate_size": values["shared_intermediate_size"],
-        "shared_expert_gate": False,
-    }
+        return granite_settings(values) | settings | {"intermediate_size": values["shared_intermediate_size"]}
+    return granite_expert_settings(values) | settings
 
 
 def hybrid_sources(config: ModelConfig, logits: float, biased: bool) -> Sources:
-    hidden, sources = config.hidden_size, scaled_logits(config, 1 / logits)
-    inner = config.shared_expert_intermediate_size if config.num_experts else config.intermediate_size
-    for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers)):
-        shared = f"{p}mlp.shared_expert." if config.num_experts else f"{p}mlp."
-        sources |= gate_up_down(shared, f"{p}shared_mlp.", (inner, hidden))
-        if not config.num_experts:
-            continue
-        router, owner = (config.num_experts, hidden), f"{p}block_sparse_moe."
-        sources[f"{p}mlp.gate.weight"] = TensorSource(f"{owner}router.layer.weight", router, router)
-        for expert in range(config.num_experts):
-            shape, of = (config.intermediate_size, hidden), (config.num_experts, expert)
-            sources |= gate_up_down(f"{p}mlp.experts.{expert}.", owner, shape, of)
+    sources, inner = granite_sources(config, logits), (config.intermediate_size, config.hidden_size)
+    for p in (f"model.layers.{layer}." for layer in range(config.num_hidden_layers) if not config.num_experts):
+        sources |= gate_up_down(f"{p}mlp.", f"{p}shared_mlp.", inner)
     for layer in config.ssd_layers:
         sources |= state_space_sources(config, f"model.layers.{layer}.", "mamba.", biased)
     return sources
-
-
-def gate_up_down(ours: str, theirs: str, shape: tuple[int, int], of: tuple[int, int] | None = None) -> Sources:
-    """Gate above up in `input_linear`, down in `output_linear`; of: how many such matrices follow one another, and which.
-
-    In GGUF files they are apart.
-    """
-    (inner, hidden), (count, index) = shape, of or (1, 0)
-    many = (count,) if of else ()
-    wide, narrow = (*many, 2 * inner, hidden), (*many, hidden, inner)
-    fused = {
-        "gate": TensorSource(f"{theirs}input_linear.weight", wide, (inner, hidden), 2 * inner * index),
-        "up": TensorSource(f"{theirs}input_linear.weight", wide, (inner, hidden), 2 * inner * index + inner),
-        "down": TensorSource(f"{theirs}output_linear.weight", narrow, (hidden, inner), hidden * index),
-    }
-    names = {f"{ours}{part}_proj.weight": source for part, source in fused.items()}
-    return {name: TensorSource(name, source.shape, source.shape, otherwise=source) for name, source in names.items()}
 
 
 def state_space_sources(

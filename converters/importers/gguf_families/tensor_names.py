@@ -18,6 +18,7 @@ LLAMA = NORMS | ATTENTION | MLP
 EXPERTS = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}
 SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+GRANITE_EXPERTS = EXPERTS | SHARED | {"ffn_gate_inp": "block_sparse_moe.router.layer"}
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 """Norms after attention and MLP, of layers that have none before them."""
 GLM_NORMS = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}

@@ -117,6 +117,21 @@ def test_granites_multipliers_are_settings_or_a_factor_of_a_gain() -> None:
         recognise(keys | {"rms_norm_eps": "small"})
 
 
+def test_granites_experts_may_have_one_beside_them_for_all_tokens() -> None:
+    keys = {**SIZES, "num_local_experts": 6, "num_experts_per_tok": 3, "residual_multiplier": 0.5}
+    plain, shared = (
+        recognise({"architectures": [f"GraniteMoe{kind}ForCausalLM"], **keys, **more})
+        for kind, more in (("", {}), ("Shared", {"shared_intermediate_size": 96}))
+    )
+    assert (plain[1].num_experts, plain[1].num_experts_per_tok, plain[1].norm_topk_prob) == (6, 3, True)
+    assert [each[1].shared_expert_intermediate_size for each in (plain, shared)] == [0, 96]
+    assert not shared[1].shared_expert_gate and plain[1].rms_norm_eps == shared[1].rms_norm_eps == 4e-6
+    beside = {name for name in shared[0].sources() if name not in plain[0].sources()}
+    assert beside == {
+        f"model.layers.{i}.mlp.shared_expert.{part}_proj.weight" for i in range(8) for part in ("gate", "up", "down")
+    }
+
+
 def test_rows_of_neighbouring_pairs_become_halves() -> None:
     assert pairs_apart(2, 6, 4) == (0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11)
     sources = recognise({"architectures": ["Glm4ForCausalLM"], **SIZES, "head_dim": 8})[0].sources()

@@ -110,7 +110,6 @@ def test_granite_4_reads_which_layers_have_a_state_and_which_experts() -> None:
         ({"time_step_limit": [0.2, 0.1]}, CheckpointError, "time steps from 0.2 to 0.1"),
         ({"time_step_limit": ["0", 0.1]}, CheckpointError, "time_step_min is '0'"),
         ({"num_local_experts": 10**9}, CheckpointError, "num_experts is 1000000000"),
-        ({"shared_intermediate_size": 0}, UnsupportedError, "shared_expert_gate"),
     ],
 )
 def test_what_granite_4_does_not_have_is_refused_by_key(keys: dict[str, Any], error: type[Exception], why: str) -> None:

@@ -25,6 +25,7 @@ from tests.converters.importers.layouts.encoders import (
     encoder_metadata,
     encoder_tensors,
 )
+from tests.converters.importers.layouts.granite import GRANITES, granite_mlp
 from tests.converters.importers.layouts.states import (
     Array,
     delta_net_metadata,
@@ -54,6 +55,8 @@ ARCHITECTURES = {
     "glm4": ("glm4", "GLM4"),
     "ernie4_5": ("ernie4_5", "ERNIE4_5"),
     "granite": ("granite", "GRANITE"),
+    "granitemoe": ("granitemoe", "GRANITE_MOE"),
+    "granitemoeshared": ("granitemoe", "GRANITE_MOE"),
     "stablelm": ("stablelm", "STABLELM"),
     "starcoder2": ("starcoder2", "STARCODER2"),
     "cohere": ("command-r", "COMMAND_R"),
@@ -79,7 +82,7 @@ ARCHITECTURES = {
     "nomic_bert": ("nomic-bert", "NOMIC_BERT"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
-INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid")
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", *GRANITES)
 GPT2_KEYS = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
 GPT2_KEYS |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon"}
 ALIBI_KEYS = {
@@ -263,6 +266,8 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         keys |= {"expert_count": experts, "expert_used_count": config.get("top_k_experts") or config["num_experts_per_tok"]}
+    if config["model_type"] == "granitemoeshared":
+        keys["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
     if config.get("moe_intermediate_size"):
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if "shared_expert_intermediate_size" in config:
@@ -275,9 +280,7 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
     found = {name: values.float().numpy() for name, values in load_file(folder / "model.safetensors").items()}
     kind = config["model_type"]
     for name, values in list(found.items()):
-        if kind in ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid") and (
-            ".q_proj." in name or ".k_proj." in name
-        ):
+        if kind in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             halves = values.reshape(heads, 2, -1, *values.shape[1:])
             found[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
@@ -297,6 +300,8 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found[name] = values + 1
         if "mamba_n_heads" in config:
             found |= state_space_tensors(config, name, found.pop(name))
+        if kind in GRANITES and name in found:
+            found |= granite_mlp(config, name, found.pop(name))
         if config.get("linear_num_value_heads"):
             found |= delta_net_tensors(config, name, found.pop(name))
         if kind in ("bert", "xlm-roberta"):

@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_keys": {"rope_parameters": GEMMA4_ROPE},
     "gemma4_moe": {"rope_parameters": GEMMA4_ROPE},
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+    "granite_moe_shared": {},
     "granite_hybrid": {"time_step_limit": (0.0, math.inf)},
     "granite_hybrid_moe": {},
     "nemotron_h": {},

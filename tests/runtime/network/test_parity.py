@@ -28,6 +28,7 @@ FAMILIES += ("phi3", "phi3_longrope", "phi3_shortrope", "phi4_mini", "smollm3", 
 FAMILIES += ("olmo_hybrid", "olmo_hybrid_still", "gemma4", "gemma4_keys", "granite_hybrid", "falcon_h1", "falcon_h1_norm")
 FAMILIES += ("gemma", "gemma2", "nemotron_h", "nemotron_h_biases")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "gpt_oss", "gemma4_moe", "granite_hybrid_moe")
+EXPERTS += ("granite_moe", "granite_moe_shared")
 HAVE_CPU = importlib.util.find_spec("edgeq.targets.cpu.program") is not None
 TARGETS = ("reference", pytest.param("cpu", marks=pytest.mark.skipif(not HAVE_CPU, reason="no edgeq.targets.cpu")))
 TOLERANCE = 1e-3

@@ -97,15 +97,6 @@ def state_space_tensors(config: Mapping[str, Any], name: str, values: Array) -> 
         values = (-np.exp(values) if part == "A_log" else values)[:, None]
     if part == "norm.weight" and name != part:
         values = values.reshape(config["mamba_n_groups"], -1)
-    shared = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
-    owner, _, fused = (
-        name.replace("block_sparse_moe", "mlp.experts").replace("shared_mlp", shared).rpartition(".")[0].rpartition(".")
-    )
-    if fused == "output_linear":
-        return {f"{owner}.down_proj.weight": values}
-    if fused == "input_linear":
-        gate, up = (np.ascontiguousarray(each) for each in np.split(values, 2, -2))
-        return {f"{owner}.gate_proj.weight": gate, f"{owner}.up_proj.weight": up}
     return {name.replace("dt_bias", "dt_proj.bias"): values}
 
 
