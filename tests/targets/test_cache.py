@@ -111,8 +111,8 @@ def test_a_page_takes_the_bytes_that_its_codec_promises(kv, dim):
         assert graph.page_bytes(kv) == 2 * 2 * 2 * PAGE * (28 + 8 + 16)
 
 
-CUT = [(4, 2, 0, 150), (6, 1, 70, 200), (2, 2, 5, 65)]
-"""Heads, key heads, a window and positions."""
+CUT = [(4, 2, 0, 150), (6, 1, 70, 200), (2, 2, 5, 150)]
+"""Heads, key heads, a window and positions: units of 18, 30 and 9 queries, which are 6 + 2 + 1."""
 
 
 @pytest.mark.parametrize(

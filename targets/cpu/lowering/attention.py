@@ -20,6 +20,9 @@ FINER = 4
 """Times as many work items for attention over many rows: they share nothing, and after a long context one takes
 milliseconds."""
 
+HIGH = 6
+"""Queries of a tile against sixteen positions: twelve sums, two vectors of numbers and a weight are in AVX2's registers."""
+
 
 def head_change(context: Context, o: op.HeadNorm | op.HeadRotate) -> None:
     """Deferred: fused into the cache-write kernel of this layer, but for a norm over several heads."""
@@ -134,10 +137,12 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
         context.emit(kernel(rope_kv_write.change_heads), change, parts=context.options.threads)
         context.invalidate(o.x)
     code = kv_layout.KV_CODES[kv.kind]
-    # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.
+    # What the registers hold: 4 x 4 vectors of AVX-512, 2 x 2 pairs of narrower ones.  AVX2 widens sixteen numbers of f16 in as
+    # much time as it multiplies them with two queries, so it takes more queries to fewer numbers where there are many.
     tile = 4 if context.isa.lanes == 16 and context.isa.needs else 2
+    high = HIGH if context.isa.lanes == 8 and kv.kind != "int4" else 0
     # One that has no slopes is the same as it was before others had some.
-    function = kernel(attention.attend, code, tile, tile, int(o.span >= 0), *((1,) if o.slopes else ()))
+    function = kernel(attention.attend, code, high, tile, int(o.span >= 0), *((1,) if o.slopes else ()))
     unit = _bf16_unit(context, o)
     if unit is not None:
         function = kernel(attention_bf16.attend_bf16, o.head_dim, unit)
@@ -145,7 +150,7 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
         states = context.memory.shared("attention", context.threads * state_bytes)
     else:
         state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
-        queries = attention.ROWS_PER_UNIT * (o.heads // o.kv_heads)
+        queries = attention.queries_per_unit(o.heads // o.kv_heads)
         states = context.memory.shared("attention", context.threads * queries * state_bytes)
     args = attention.AttentionArgs(
         **_cache_args(context, o, o.heads), q_offset=4 * o.q_offset, out=out, out_stride=stride,

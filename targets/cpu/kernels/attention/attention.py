@@ -6,11 +6,14 @@ page with a running maximum (online softmax: Milakov and Gimelshein 2018), in an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from edgeq.targets.cpu.jit.args import float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
-from edgeq.targets.cpu.jit.deferred import inline
+from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import (
     get_f32,
     get_i32,
@@ -51,7 +54,7 @@ class AttentionArgs(CacheArgs):
     scale          of the softmax
     sinks          f32 [heads]: scores whose shares go nowhere, or 0
     cap            scores z become cap tanh(z / cap), or 0: they stay
-    scratch        ROWS_PER_UNIT x queries that share a head x state_bytes, of every thread
+    scratch        queries_per_unit x state_bytes, of every thread
     slopes         f32 [heads]: by how much scores grow from a slot to the next, of a kernel that has slopes
     """
 
@@ -71,6 +74,14 @@ class AttentionArgs(CacheArgs):
 
 ROWS_PER_UNIT = 4
 """Neighbouring rows of a session whose queries read a page together."""
+QUERIES_PER_UNIT, BLOCKS = 32, 16
+"""Of a long run more rows, until they have so many queries: what the caches do not hold comes from memory once for all of them.
+So many units for each key head stay, for threads to share."""
+
+
+def queries_per_unit(shared: int) -> int:
+    """The most queries of a unit, of which so many share a key head."""
+    return max(ROWS_PER_UNIT * shared, QUERIES_PER_UNIT)
 
 
 def state_bytes(dim: int, high: int, code: int) -> int:
@@ -109,29 +120,52 @@ def sees(begin, end):
     return end > 0 and begin < POSITIONS
 
 
-def attend(code: int, tile: int, vectors: int, spans: int, slopes: int = 0) -> Kernel:
+def in_tiles(tiles: Sequence[tuple[int, Any]]) -> Any:
+    """A function (head, page, states, q, queries): `function(head, page, state)` of every (queries of a tile, function) for the
+    queries from `q` on, as many tiles of the first as there are, the others after it."""
+    (size, function), *others = tiles
+    rest = in_tiles(others) if others else nothing_left
+
+    @always_inline
+    def all_queries(head, page, states, q, queries):
+        while queries - q >= size:
+            function(head, page, states + q * head.state_bytes)
+            q += size
+        rest(head, page, states, q, queries)
+
+    return all_queries
+
+
+@inline
+def nothing_left(head, page, states, q, queries):
+    return None
+
+
+def attend(code: int, high: int, tile: int, spans: int, slopes: int = 0) -> Kernel:
     """A unit is a few rows of one session with all query heads that share one key head: a page is read and widened once for
     them.  `spans`: rows see the slots that they name; else those up to their own.  `slopes`: scores grow with the slot (ALiBi).
 
-    Queries are taken `tile` at a time against `vectors` x 16 positions.  What one query computes depends on nothing else.
+    Queries are taken `high` at a time (0: never) against 16 positions, then `tile` against `tile` x 16.
+    What one query computes depends on nothing else.
     """
-    codec = attention_int4.codec(vectors) if code == INT4_KV else attention_plain.codec(code, vectors)
+    codec = attention_int4.codec(tile) if code == INT4_KV else attention_plain.codec(code, tile)
+    sizes = [*([(high, attention_plain.codec(code, 1))] if high else []), (tile, codec), (1, codec)]
     query_at, begin_query, end_query = codec.query, codec.begin, codec.end
     scores_from_codes, scaled_weight, scale_weights = codec.scores_from_codes, codec.scaled_weight, codec.scale_weights
-    score, score_single = codec.score(tile), codec.score(1)
-    accumulate, accumulate_single = codec.accumulate(tile), codec.accumulate(1)
+    score = in_tiles([(queries, each.score(queries)) for queries, each in sizes])
+    accumulate = in_tiles([(queries, each.accumulate(queries)) for queries, each in sizes])
 
     def kernel(record, part, parts, thread):
         args = AttentionArgs(record)
         kv_heads, window, step = args.kv_heads, args.window, args.state_bytes
         head, scale = Head(args.head_dim, args.padded_dim, args.high, step), args.scale
         shared = args.heads // kv_heads
-        states = args.scratch + thread * (ROWS_PER_UNIT * shared * step)
-        count = get_i64(args.rows)
-        blocks = (count + ROWS_PER_UNIT - 1) // ROWS_PER_UNIT
+        states, count = args.scratch + thread * (max(ROWS_PER_UNIT * shared, QUERIES_PER_UNIT) * step), get_i64(args.rows)
+        height = max(ROWS_PER_UNIT, min(QUERIES_PER_UNIT // shared, count // BLOCKS))
+        blocks = (count + height - 1) // height
         for unit in range(part, blocks * kv_heads, parts):
-            kv_head, r = unit % kv_heads, unit // kv_heads * ROWS_PER_UNIT
-            stop = min(r + ROWS_PER_UNIT, count)
+            kv_head, r = unit // blocks, unit % blocks * height
+            stop = min(r + height, count)
             while r < stop:
                 # Rows that follow each other in one session, first to last, or that see the same: `slot` is the last that the
                 # first row sees, each row after it sees `advance` more.
@@ -165,13 +199,7 @@ def attend(code: int, tile: int, vectors: int, spans: int, slopes: int = 0) -> K
                     values = keys + half_bytes(head.dim, head.high, code)
                     following = keys_at(args, r, min(start + POSITIONS, last), kv_head, code)
                     page = CachePage(keys, values, following - values, min(last + 1 - start, POSITIONS))
-                    q = 0
-                    while queries - q >= tile:
-                        score(head, page, states + q * step)
-                        q += tile
-                    while q < queries:
-                        score_single(head, page, states + q * step)
-                        q += 1
+                    score(head, page, states, 0, queries)
                     # In two passes: a largest number takes long to find, and other queries' need not wait for it.
                     for q in range(queries):
                         state = states + q * step
@@ -201,13 +229,7 @@ def attend(code: int, tile: int, vectors: int, spans: int, slopes: int = 0) -> K
                             for i in range(0, SCORES_BYTES, VECTOR_BYTES):
                                 vstore(state + i, vsplat(0.0))
                         scale_weights(head, page, state)
-                    q = 0
-                    while queries - q >= tile:
-                        accumulate(head, page, states + q * step)
-                        q += tile
-                    while q < queries:
-                        accumulate_single(head, page, states + q * step)
-                        q += 1
+                    accumulate(head, page, states, 0, queries)
                 for q in range(queries):
                     out = args.out + (r + q // shared) * args.out_stride
                     state = states + q * step
