@@ -226,6 +226,11 @@ def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
     return positions(item.places or item.session.places, held, held + len(item.tokens), axes)
 
 
+def _of_text(positions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Positions [axes, rows], of text by one axis, which stands for all: targets start such a run sooner."""
+    return positions[:1] if (positions == positions[0]).all() else positions
+
+
 def _rows_of(items: Sequence[BatchItem]) -> Rows:
     """The rows of a run: the items one after another, each continuing its session."""
     # Lists of Python and one array of each: for the few rows of a decode step numpy's own ways take longer than a small model.
@@ -235,7 +240,7 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
     axes = items[0].session.axes
     rows = Rows(
         tokens=np.array([token for item in items for token in item.tokens], np.int32),
-        positions=slots[None] if axes == 1 else np.concatenate([_positions(item, axes) for item in items], axis=1),
+        positions=slots[None] if axes == 1 else _of_text(np.concatenate([_positions(item, axes) for item in items], axis=1)),
         slots=slots,
         sessions=np.array([i for i, item in enumerate(items) for _ in item.tokens], np.int32),
         pages=[item.session.pages for item in items],

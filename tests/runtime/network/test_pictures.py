@@ -172,11 +172,15 @@ def test_text_in_place_of_a_picture_is_noticed(model: Model) -> None:
     assert session.keep_prefix([3, *[IMAGE_TOKEN] * 12, 4, 5]) == 1
 
 
-def test_decoding_goes_on_after_a_picture(model: Model) -> None:
+def test_decoding_goes_on_after_a_picture(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens have one position each, which is told once."""
+    run, ran = model.program.run, list[Rows]()
+    monkeypatch.setattr(model.program, "run", lambda rows, mode: (ran.append(rows), run(rows, mode))[1])
     session = model.session()
     session.prefill(prompt(3, WIDE))
     for token in TEXT[:3]:
         logits = session.decode(token)
+    assert [len(rows.positions) for rows in ran] == [3, 1, 1, 1]
     assert np.array_equal(logits, model.session().prefill(prompt(3, WIDE, *TEXT[:3])))
 
 
