@@ -37,10 +37,13 @@ class ValueNormArguments(Arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryArguments(Arguments, run=()):
-    """cos, sin   f32 [tokens][pairs], of the angles of rotary positions; 0 pairs: there are none"""
+    """angles   f32 [rows of a table][2][pairs], cosines and then sines of a position's angles
+    places   i32 [tokens], the row of the table for the position of each
+    pairs    0: there are no rotary positions
+    """
 
-    cos: Address = 0
-    sin: Address = 0
+    angles: Address = 0
+    places: Address = 0
     pairs: Int32 = 0
 
 

@@ -12,10 +12,11 @@ from edgeq.targets.rows import PAGE
 
 
 @T.inline
-def rotary(result, at, cos, sin, row, pairs, lane):
+def rotary(result, at, angles, place, pairs, lane):
     for i in T.serial(T.ceildiv(pairs, 32)):
         if i * 32 + lane < pairs:
-            rotate_pair(result, at + i * 32 + lane, pairs, cos[row * pairs + i * 32 + lane], sin[row * pairs + i * 32 + lane])
+            angle: T.let = place * (2 * pairs) + i * 32 + lane
+            rotate_pair(result, at + i * 32 + lane, pairs, angles[angle], angles[angle + pairs])
 
 
 def writing(kv):
@@ -40,8 +41,8 @@ def finishing_heads(kv, rotated):
     write = writing(kv)
 
     @T.inline
-    def finish(result, at, whole, room, row, head, heads, kv_heads, head_dim, normed, eps, q_gain, k_gain, cos, sin, pairs,
-               matrix, rotation, pool, numbers, pages, tables, slots, layer, high, top, lane):  # fmt: skip
+    def finish(result, at, whole, room, row, head, heads, kv_heads, head_dim, normed, eps, q_gain, k_gain, angles, places,
+               pairs, matrix, rotation, pool, numbers, pages, tables, slots, layer, high, top, lane):  # fmt: skip
         if head < heads + kv_heads:
             if normed != 0:
                 if head < heads:
@@ -49,7 +50,7 @@ def finishing_heads(kv, rotated):
                 else:
                     norm_head(result, at, k_gain, head_dim, eps, lane)
             T.cuda.warp_sync()
-            rotary(result, at, cos, sin, row, pairs, lane)
+            rotary(result, at, angles, places[row], pairs, lane)
             T.cuda.warp_sync()
             if rotated:
                 rotate_head(result, at, whole, room, matrix, rotation, head_dim, lane)

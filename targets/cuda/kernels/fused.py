@@ -54,7 +54,7 @@ def fused_heads(kv, rotated, rule, *codecs):
     """y = W x' + bias; queries and keys through norm, rotary positions and rotation; keys and values into the cache too.
 
     first        of the heads that W makes, of `heads` of queries, then `kv_heads` of keys and as many of values
-    head_normed, head_eps, q_gain, k_gain   as head_norm;  cos, sin, pairs: as rope, 0 pairs for none
+    head_normed, head_eps, q_gain, k_gain   as head_norm;  angles, places, pairs: as rope, 0 pairs for none
     matrix, rotation                        as head_rotate, where `rotated`
     """
     return fused("heads", rule, codecs, kv=kv, rotated=rotated)
@@ -82,7 +82,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
     def fused_(x_: T.handle, gain_: T.handle, shift_: T.handle, order_: T.handle, scale_: T.handle, scales_: T.handle,
                modality_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
                q2_: T.handle, s2_: T.handle, z2_: T.handle, u2_: T.handle, bias_: T.handle, low_b_: T.handle, inner_: T.handle,
-               y_: T.handle, cos_: T.handle, sin_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
+               y_: T.handle, angles_: T.handle, places_: T.handle, q_gain_: T.handle, k_gain_: T.handle,
                matrix_: T.handle, rotation_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle,
                tables_: T.handle, slots_: T.handle, sums_: T.handle, arrived_: T.handle,
                tokens: T.int32, width_in: T.int32, norm: T.int32, ordered: T.int32,
@@ -114,8 +114,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         low_b = T.match_buffer(low_b_, (T.int32(),), "uint32")
         inner = T.match_buffer(inner_, (T.int32(),), "float32")
         y = T.match_buffer(y_, (T.int32(),), "float32")
-        cos = T.match_buffer(cos_, (T.int32(),), "float32")
-        sin = T.match_buffer(sin_, (T.int32(),), "float32")
+        angles = T.match_buffer(angles_, (T.int32(),), "float32")
+        places = T.match_buffer(places_, (T.int32(),), "int32")
         q_gain = T.match_buffer(q_gain_, (T.int32(),), "float32")
         k_gain = T.match_buffer(k_gain_, (T.int32(),), "float32")
         matrix = T.match_buffer(matrix_, (T.int32(),), "int8")
@@ -353,8 +353,8 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                     n: T.let = i * WARPS + warp
                     if n < count:
                         finish(result, n * SPAN, whole, warp * MAX_HEAD, tile * TOKENS + n, first + cta, heads, kv_heads,
-                               head_dim, head_normed, head_eps, q_gain, k_gain, cos, sin, pairs, matrix, rotation, pool,
-                               numbers, pages, tables, slots, layer, high, top, lane)  # fmt: skip
+                               head_dim, head_normed, head_eps, q_gain, k_gain, angles, places, pairs, matrix, rotation,
+                               pool, numbers, pages, tables, slots, layer, high, top, lane)  # fmt: skip
                         for c in T.serial(T.ceildiv(head_dim, 32)):
                             if c * 32 + lane < head_dim:
                                 y[(tile * TOKENS + n) * width + cta * head_dim + c * 32 + lane] = result[

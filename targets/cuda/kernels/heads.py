@@ -26,17 +26,17 @@ def rotate_pair(x, at, apart, c, s):
 def rope():
     """In place, the pairs of every head, which are halves of it.
 
-    cos, sin   [token rows][pairs]
+    angles, places   as RotaryArguments
     """
 
     @T.prim_func
-    def rope_(x_: T.handle, cos_: T.handle, sin_: T.handle,
+    def rope_(x_: T.handle, angles_: T.handle, places_: T.handle,
               tokens: T.int32, width: T.int32, heads: T.int32, head_dim: T.int32, pairs: T.int32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
-        nx, nc, ns = T.int32(), T.int32(), T.int32()
+        nx, na, np = T.int32(), T.int32(), T.int32()
         x = T.match_buffer(x_, (nx,), "float32")
-        cos = T.match_buffer(cos_, (nc,), "float32")
-        sin = T.match_buffer(sin_, (ns,), "float32")
+        angles = T.match_buffer(angles_, (na,), "float32")
+        places = T.match_buffer(places_, (np,), "int32")
         T.device_entry()
         part, row = T.cta_id([T.ceildiv(heads * pairs, THREADS), tokens])
         warp = T.warp_id([THREADS // 32])
@@ -44,7 +44,8 @@ def rope():
         unit: T.let = part * THREADS + warp * 32 + lane
         if unit < heads * pairs:
             at: T.let = row * width + unit // pairs * head_dim + unit % pairs
-            rotate_pair(x, at, pairs, cos[row * pairs + unit % pairs], sin[row * pairs + unit % pairs])
+            angle: T.let = places[row] * (2 * pairs) + unit % pairs
+            rotate_pair(x, at, pairs, angles[angle], angles[angle + pairs])
 
     return rope_
 

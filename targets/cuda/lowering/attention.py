@@ -15,7 +15,8 @@ from edgeq.targets.cuda.arguments.heads import (
     ValueNormArguments,
 )
 from edgeq.targets.cuda.lowering.cache import kind_of
-from edgeq.targets.cuda.lowering.context import Angles, Launch, Lowering, refuse
+from edgeq.targets.cuda.lowering.context import Launch, Lowering, refuse
+from edgeq.targets.cuda.run.angles import Angles
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.family_operations import ValueNorm
 from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
@@ -67,10 +68,8 @@ def rope_rotate(lowering: Lowering, op: RopeRotate) -> Sequence[Launch]:
 
 
 def rotary(lowering: Lowering, op: RopeRotate) -> RotaryArguments:
-    angles = Angles(op.frequencies, op.factor, op.axes, lowering.stage)
-    lowering.angles.add(angles)
-    cos, sin = (lowering.table(angles, kind) for kind in ("cos", "sin"))
-    return RotaryArguments(cos=cos, sin=sin, pairs=len(op.frequencies))
+    table = Angles.of_operation(op).table(lowering.storage, lowering.options.max_rows)
+    return RotaryArguments(angles=table, places=lowering.sent("places"), pairs=len(op.frequencies))
 
 
 def head_rotate(lowering: Lowering, op: HeadRotate) -> Sequence[Launch]:

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgeq.errors import UnsupportedError
 from edgeq.format.records import ArrayRef, LinearSpec, Mode, Weight
 from edgeq.targets.cuda.arguments import RECORDS
@@ -62,24 +59,6 @@ class Output:
     address: int
     width: int
     add: bool
-
-
-@dataclass(frozen=True)
-class Angles:
-    """A table of cosines and sines that a run needs: [rows][pairs] of each."""
-
-    frequencies: tuple[float, ...]
-    factor: float
-    axes: tuple[int, ...]
-    stage: int
-
-    def of(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines for positions [axes, rows].  Angles are float64: a float32 one is wrong at large positions."""
-        axes = np.array(self.axes or (0,) * len(self.frequencies))
-        which = positions[axes if len(positions) > 1 else np.zeros_like(axes)]
-        angle = which.T.astype(np.float64) * np.array(self.frequencies, np.float64)
-        cos, sin = ((f(angle) * self.factor).astype(np.float32) for f in (np.cos, np.sin))
-        return cos, sin
 
 
 @dataclass(frozen=True)
@@ -171,7 +150,6 @@ class Lowering:
     by_operation   the launches so far, operation by operation
     fused     those of runs of few rows (fused.py); empty: the same
     norms     by the buffer of its result, a norm that those who read it compute
-    angles    tables that runs have to send
     contents  what memory of a use holds, by use: buffer, and how it was made of it
     """
 
@@ -184,7 +162,6 @@ class Lowering:
     by_operation: list[Lowered] = field(default_factory=list)
     fused: list[Lowered] = field(default_factory=list)
     norms: dict[str, RmsNorm | LayerNorm] = field(default_factory=dict)
-    angles: set[Angles] = field(default_factory=set)
     contents: dict[str, tuple[object, ...]] = field(default_factory=dict)
 
     def launches(self, rows: Sequence[int], fused: bool = True) -> Iterator[Lowered]:
@@ -212,9 +189,6 @@ class Lowering:
     def sent(self, name: str, row_bytes: int = 4) -> int:
         """The address of what a run sends for the rows of this stage."""
         return self.storage.named((name, "sent", self.stage), self.rows(self.stage) * row_bytes)
-
-    def table(self, angles: Angles, kind: str) -> int:
-        return self.storage.named((angles, kind), self.rows(angles.stage) * len(angles.frequencies) * 4)
 
     @property
     def vector_width(self) -> int:

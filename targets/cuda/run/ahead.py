@@ -9,7 +9,7 @@ after that.  What the host draws counts: where the device has found another toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,20 @@ def numbers(draw: Draw, turn: int) -> tuple[float, ...]:
     """What the device is told of a draw; `turn`: 0, or 1 of the one after it."""
     *rules, uniforms = draw
     return (*rules, uniforms[turn]) if draw.temperature else NO_DRAW
+
+
+def following_rows(rows: Rows) -> Rows:
+    """The rows of text that come after these in their sessions, whose tokens nobody knows yet."""
+    return Rows(
+        tokens=rows.tokens,
+        positions=rows.positions + 1,
+        slots=rows.slots + 1,
+        sessions=rows.sessions,
+        pages=rows.pages,
+        wanted=rows.wanted,
+        states=rows.states,
+        in_order=rows.in_order,
+    )
 
 
 def takes_snapshot(rows: Rows) -> bool:
@@ -105,9 +119,10 @@ class RunsAhead:
         if recorded is None:
             return None
         # Not for sessions that take turns, for each of which the run of another would come in between.
-        if ahead and weights is None and sessions == last and recorded.block.takes(rows):
+        decodes = rows.wanted.shape[0] == rows.tokens.shape[0]
+        if ahead and decodes and weights is None and sessions == last and recorded.block.takes(rows):
             turn = started.turn % TURNS + 1 if started else 1
-            after = replace(rows, positions=rows.positions + 1, slots=rows.slots + 1)
+            after = following_rows(rows)
             following = None if takes_snapshot(after) else self._runs.start(after, lowering, None, chosen, turn, draws[1])
             if following is not None:
                 for state in rows.states:

@@ -1,20 +1,22 @@
 """What a recorded run of plain text sends, written into its pinned memory in place.
 
 The same numbers as those of `Feed.of` for the padded run, without an array for each: between two tokens the GPU waits for this.
+Page tables stay on the device, as those of most tokens are those of the token before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets.cuda.lowering.cache import CacheKind
-from edgeq.targets.cuda.lowering.context import Angles, Gather
+from edgeq.targets.cuda.lowering.context import Gather
 from edgeq.targets.cuda.lowering.largest import DRAWS
 from edgeq.targets.cuda.lowering.states import OF_STATES
+from edgeq.targets.cuda.run.angles import AngleTables
 from edgeq.targets.cuda.run.states import sent_of_states
 from edgeq.targets.cuda.run.storage import POOL_UNIT, CudaPart
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -24,39 +26,15 @@ Draws = Sequence[Sequence[float]]
 """The numbers of each row's draw, in the order that the kernel reads."""
 NO_DRAW = (1.0, 1, 1.0, 0.0, 0.0)
 """The numbers of one that gives the largest."""
-OF_ROWS = ("tokens", "slots", "last of causal", "positions", "tables")
+OF_ROWS = ("tokens", "slots", "last of causal", "positions", "places", "tables")
 """What differs between the rows of plain text, by its name in `Feed.of`."""
-NEIGHBOURS = 256
-"""Positions whose angles are computed at once, as a text comes to them one by one."""
-MAX_TABLES = 64
-"""Such tables that are kept: 16 MiB for heads of 128 dimensions."""
+Write = Callable[[int, NDArray[Any]], None]
+"""Writes numbers to the device's memory of a block, so many bytes after where that begins."""
 
 
 def padded_draws(draws: Draws, count: int) -> Draws:
     """Those of the rows of a class."""
     return [*draws, *[NO_DRAW] * (count - len(draws))]
-
-
-class AngleRows:
-    """Cosines and sines of positions, kept for those that come next."""
-
-    def __init__(self, angles: Angles) -> None:
-        self._angles = angles
-        self._kept: dict[int, tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
-
-    def fill(self, cos: NDArray[np.float32], sin: NDArray[np.float32], positions: Sequence[int]) -> None:
-        """Rows of both [rows, pairs], one for each position."""
-        for row, position in enumerate(positions):
-            first = position // NEIGHBOURS
-            if first not in self._kept:
-                self._make(first)
-            cosines, sines = self._kept[first]
-            cos[row], sin[row] = cosines[position % NEIGHBOURS], sines[position % NEIGHBOURS]
-
-    def _make(self, first: int) -> None:
-        if len(self._kept) == MAX_TABLES:
-            self._kept.clear()
-        self._kept[first] = self._angles.of(np.arange(first * NEIGHBOURS, (first + 1) * NEIGHBOURS, dtype=np.int32)[None])
 
 
 class SentBlock:
@@ -72,24 +50,33 @@ class SentBlock:
         sent: Sent,
         *,
         rows: int,
+        results: int,
         kinds: Sequence[CacheKind],
         base: int,
-        angles: Mapping[Angles, AngleRows],
+        angles: AngleTables,
+        write: Write,
     ) -> None:
         """sent   of the first run: types and shapes, and the values of what is the same in all runs of plain text
 
-        rows    of the class;  base: the address from which page tables and states count
+        rows    of the class;  results: of these, that have logits;  base: the address from which page tables and states count
+        write   a page table, which the recording does not copy
         """
-        self.array, self._places, self._count, self._base = array, places, rows, base
+        self.array, self._places, self._count, self._results = array, places, rows, results
+        self._base, self._angles, self._write = base, angles, write
         # The host brings rows of a table that stays in the file.
         self._plain = not any(isinstance(name, Gather) for name in places)
         views = {name: self._view(name, sent[name]) for name in places}
-        stages = range(2)
-        self._rows = {name: [views[key] for i in stages if (key := (name, "sent", i)) in views] for name in OF_ROWS}
+        every = {name: [views.get((name, "sent", stage)) for stage in range(2)] for name in OF_ROWS}
+        # Where not all rows have logits, those that have are other ones in every run.
+        both = slice(0, 1 if results < rows else 2)
+        self._rows = {name: [view for view in each[both] if view is not None] for name, each in every.items()}
+        self._selected = {name: each[1] for name, each in every.items() if each[1] is not None and results < rows}
+        self._chosen = views.get("wanted") if results < rows else None
         self._states = {name: views[key] for name in OF_STATES if (key := (name, "sent", 0)) in views}
-        self._tables = [(kind.windowed, views[kind], kind.start // POOL_UNIT) for kind in kinds if kind in views]
+        self._tables = [
+            (kind.windowed, views[kind], kind.start // POOL_UNIT, places[kind][0]) for kind in kinds if kind in views
+        ]
         self._draws = views.get(DRAWS)
-        self._angles = [(kept, views[each, "cos"], views[each, "sin"]) for each, kept in angles.items()]
         self._wanted = np.arange(rows, dtype=np.int32).tobytes()
         self._written: list[list[int]] = [[] for _ in self._tables]
 
@@ -102,11 +89,15 @@ class SentBlock:
         self._written = [[] for _ in self._tables]
         for name, (start, nbytes) in self._places.items():
             self.array[start : start + nbytes] = np.ascontiguousarray(sent[name]).reshape(-1).view(np.uint8)
+        for _, view, _, start in self._tables:
+            self._write(start, view)
 
     def takes(self, rows: Rows) -> bool:
-        """Whether `fill` can write a run: text, with the logits of every row in their order."""
+        """Whether `fill` can write a run of its key: text, and if all rows have logits, in their order."""
         if not self._plain or rows.positions.shape[0] > 1 or rows.counted is not None:
             return False
+        if self._results < self._count:
+            return rows.wanted.shape[0] == self._results
         return self._wanted.startswith(rows.wanted.tobytes())
 
     def fill(self, rows: Rows, padding: Page, draws: Draws = ()) -> None:
@@ -121,16 +112,20 @@ class SentBlock:
             "positions": positions + [0] * extra,
             "tables": [firsts[session] for session in sessions] + firsts[-1:] * extra,
         }
+        if self._rows["places"] or "places" in self._selected:
+            values["places"] = self._angles.places_of_few(values["positions"])
         for name, views in self._rows.items():
             for view in views:
                 view[:] = values[name]
+        if self._chosen is not None:
+            self._chosen[:] = rows.wanted
+            for name, view in self._selected.items():
+                view[:] = [values[name][row] for row in rows.wanted.tolist()]
         if rows.states:
             for name, numbers in sent_of_states(rows, self._count, self._base).items():
                 self._states[name][:] = numbers
         if self._draws is not None:
-            self._draws[:] = padded_draws(draws, self._count)
-        for kept, cos, sin in self._angles:
-            kept.fill(cos, sin, values["positions"])
+            self._draws[:] = padded_draws(draws, self._results)
 
     def _page_tables(
         self, pages: Sequence[Sequence[Page]], slots: Sequence[int], sessions: Sequence[int], padding: list[Page]
@@ -147,7 +142,7 @@ class SentBlock:
             every += held[: -(-end // PAGE)]
         firsts.append(len(every))
         every += padding
-        for table, (windowed, view, start) in enumerate(self._tables):
+        for table, (windowed, view, start, place) in enumerate(self._tables):
             parts = [page.windowed if windowed else page.full for page in every]
             # A part that was dropped no row sees.
             found = [part.address if type(part) is CudaPart else self._base for part in parts]
@@ -156,4 +151,5 @@ class SentBlock:
                 self._written[table] = found
                 view[: len(parts)] = (np.array(found, np.int64) - self._base) // POOL_UNIT + start
                 view[len(parts) :] = 0
+                self._write(place, view[: len(parts)])
         return firsts

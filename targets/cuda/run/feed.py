@@ -1,4 +1,5 @@
-"""What the kernels of a run read of its rows: tokens, slots, page tables, angles, rows of a table that stays in the file."""
+"""What the kernels of a run read of its rows: tokens, slots, page tables, places of angles, rows of a table that stays in the
+file."""
 
 from __future__ import annotations
 
@@ -11,28 +12,33 @@ from numpy.typing import NDArray
 from edgeq.format.codec import as_float32
 from edgeq.format.codec_rows import dequantize_rows
 from edgeq.format.container import ModelFile
-from edgeq.format.records import ArrayRef, KvCodec, Weight
+from edgeq.format.records import ArrayRef, Weight
 from edgeq.targets.cuda.lowering.cache import cache_kinds
 from edgeq.targets.cuda.lowering.context import Gather, Lowering
+from edgeq.targets.cuda.run.angles import AngleTables
 from edgeq.targets.cuda.run.states import sent_of_states
 from edgeq.targets.cuda.run.storage import POOL_UNIT, Pages, Storage
 from edgeq.targets.graph import Graph
 from edgeq.targets.rows import Rows
+from edgeq.targets.target import Options
 
 PAGES_OF_A_RUN = 1 << 16
 """Pages that the rows of a run see at most: 4 million positions."""
+PLACES = [("places", "sent", stage) for stage in range(2)]
+"""Where a run reads which rows of tables its angles are, by name."""
 Sent = Mapping[object, NDArray[Any]]
 
 
 class Feed:
     """Arrays for the rows of a run, by the name of the memory that they go to.
 
-    kinds   of layers of the cache, each with page tables of its own
+    kinds    of layers of the cache, each with page tables of its own
+    angles   of rotary positions
     """
 
-    def __init__(self, graph: Graph, file: ModelFile, storage: Storage, pages: Pages, kv: KvCodec) -> None:
+    def __init__(self, graph: Graph, file: ModelFile, storage: Storage, pages: Pages, options: Options) -> None:
         self._graph, self._file, self._storage, self._pages = graph, file, storage, pages
-        self.kinds = cache_kinds(graph, kv)
+        self.kinds, self.angles = cache_kinds(graph, options.kv), AngleTables(graph, storage, options.max_rows)
         for kind in self.kinds:
             storage.named(kind, PAGES_OF_A_RUN * 8)
 
@@ -51,7 +57,11 @@ class Feed:
             sent["vectors"] = np.asarray(vectors[brought, : lowering.vector_width], np.float32)
         for stage, here in enumerate(stages):
             if here is not None:
-                sent |= self._of_stage(here, stage, tables[here.sessions], brought, lowering)
+                sent |= self._of_stage(here, stage, tables[here.sessions], brought)
+        if any(self._storage.has(name) for name in PLACES):
+            places = self.angles.places(rows.positions)
+            of_stages = places, places[rows.wanted[:: self._graph.together]]
+            sent |= {name: of for name, of in zip(PLACES, of_stages, strict=True) if self._storage.has(name) and len(of)}
         if rows.states:
             of_states = sent_of_states(rows, len(rows), self._pages.base)
             sent |= {(name, "sent", 0): values for name, values in of_states.items()}
@@ -82,9 +92,7 @@ class Feed:
             sent[kind] = offsets
         return sent
 
-    def _of_stage(
-        self, rows: Rows, stage: int, tables: NDArray[np.int32], brought: NDArray[np.int32], lowering: Lowering
-    ) -> Sent:
+    def _of_stage(self, rows: Rows, stage: int, tables: NDArray[np.int32], brought: NDArray[np.int32]) -> Sent:
         """What the kernels of a stage ask for of its rows; `brought`: the vectors that were sent, in their order."""
         ends = rows.slots + 1
         each: dict[str, NDArray[Any]] = {
@@ -97,13 +105,8 @@ class Feed:
         }  # fmt: skip
         for kind, (first, last) in enumerate(() if rows.spans is None else rows.spans):
             each |= {f"first of span {kind}": first, f"last of span {kind}": last}
-        sent = dict[object, NDArray[Any]]()
-        sent |= {
+        return {
             (name, "sent", stage): np.asarray(values, np.int32)
             for name, values in each.items()
             if self._storage.has((name, "sent", stage))
         }
-        for angles in lowering.angles:
-            if angles.stage == stage:
-                sent[angles, "cos"], sent[angles, "sin"] = angles.of(rows.positions)
-        return sent

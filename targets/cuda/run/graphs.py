@@ -1,8 +1,10 @@
 """Runs of few rows as recordings: every launch of a run, started by one call of the driver (a CUDA graph).
 
-What differs between runs is in memory that the kernels read: tokens, slots, lengths and the pages of the sessions are one block
-that the recording copies to the device first, and it copies the logits back last.  Rows that a class has and a run has not are
-rows of a session of their own, which has one page and no state, so no launch depends on lengths or on how many rows there are.
+What differs between runs is in memory that the kernels read: tokens, slots and lengths of the sessions are one block that the
+recording copies to the device first, and it copies the logits back last; page tables are written where they change.
+
+Rows that a class has and a run has not are rows of a session of their own, which has one page and no state, so no launch
+depends on lengths or on how many rows there are.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from edgeq.errors import ResourceError
 from edgeq.format.records import Mode
 from edgeq.targets.cuda.device.device import Call, Copy, Device, Memory, Pinned, Recording
 from edgeq.targets.cuda.lowering.attention import PART
+from edgeq.targets.cuda.lowering.cache import CacheKind
 from edgeq.targets.cuda.lowering.context import Gather
-from edgeq.targets.cuda.run.block import SentBlock
+from edgeq.targets.cuda.run.block import SentBlock, Write
 from edgeq.targets.cuda.run.feed import Sent
 from edgeq.targets.requantization import WeightSource
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -47,14 +50,14 @@ Results = Sequence[tuple[int, int]]
 """Address on the device, and bytes."""
 Places = Mapping[object, tuple[int, int]]
 Steps = Callable[[Mapping[object, int]], Sequence[Call | Copy]]
-BlockOf = Callable[[NDArray[np.uint8], Places], SentBlock]
+BlockOf = Callable[[NDArray[np.uint8], Places, Write], SentBlock]
 
 
 class Key(NamedTuple):
     """What a recording is of.
 
     weights   number of the requantized weights, 0: the file's
-    rows      of the class;  parts: of the context that its pages reach
+    rows      of the class;  results: of these, that have logits;  parts: of the context that its pages reach
     largest   how many numbers of each row of the result are found; 0: all are copied.  draws: a token is drawn from them
     turn      0: the host sends its tokens.  1, 2: they are what the run before it found, and of such runs one is written by the
               host while the other waits to be copied
@@ -64,6 +67,7 @@ class Key(NamedTuple):
     source: WeightSource
     weights: int
     rows: int
+    results: int
     parts: int
     largest: int = 0
     draws: bool = False
@@ -93,13 +97,22 @@ def parts_of(rows: Rows) -> int:
 
 def repeats(rows: Rows, most: int) -> bool:
     """Whether runs like this one come again and again, as those do that decode or verify: all rows have their logits."""
-    plain = rows.vectors is None and rows.modality is None and rows.spans is None
-    return plain and 0 < rows.tokens.shape[0] == rows.wanted.shape[0] <= min(most, ROW_CLASSES[-1])
+    return _is_plain(rows) and 0 < rows.tokens.shape[0] == rows.wanted.shape[0] <= min(most, ROW_CLASSES[-1])
+
+
+def is_short_prompt(rows: Rows, most: int) -> bool:
+    """Whether a run is of few rows of text and has the logits of one: its launches take the host as long as the GPU."""
+    return _is_plain(rows) and rows.wanted.shape[0] == 1 < rows.tokens.shape[0] <= most
+
+
+def _is_plain(rows: Rows) -> bool:
+    return rows.vectors is None and rows.modality is None and rows.spans is None
 
 
 def padded(rows: Rows, count: int, page: Page) -> Rows:
-    """The run with `count` rows: those that it has not are of a session with that page, and the first in it."""
-    extra, session = count - len(rows), len(rows.pages)
+    """The run with `count` rows: those that it has not are of a session with that page, and the first in it; they have logits
+    if all others have."""
+    extra, session, prompt = count - len(rows), len(rows.pages), len(rows.wanted) < len(rows)
     # No more pages than the rows see: a session can hold others for what comes next.
     ends = [int(rows.slots[rows.sessions == i].max(initial=0)) // PAGE + 1 for i in range(session)]
     return Rows(
@@ -108,7 +121,7 @@ def padded(rows: Rows, count: int, page: Page) -> Rows:
         slots=np.pad(rows.slots, (0, extra)),
         sessions=np.pad(rows.sessions, (0, extra), constant_values=session),
         pages=[*(held[:end] for held, end in zip(rows.pages, ends, strict=True)), *([[page]] if extra else [])],
-        wanted=np.concatenate([rows.wanted, np.arange(len(rows), count, dtype=np.int32)]),
+        wanted=rows.wanted if prompt else np.concatenate([rows.wanted, np.arange(len(rows), count, dtype=np.int32)]),
         states=rows.states,
         in_order=rows.in_order,
     )
@@ -135,12 +148,17 @@ class Recorded:
 class Recordings:
     """The recordings of one program, within memory that is reserved when it is made.
 
-    recorded   recordings made so far
+    recorded      recordings made so far
+    rows          of one that give their logits, at most;  prompt_rows: of a prompt
     """
 
-    def __init__(self, device: Device, most_rows: int, width: int, steps: int) -> None:
-        """most_rows    of a recording;  width: of a row of the result, float32;  steps: launches of a run, 0: record nothing"""
-        self.rows = min(most_rows, ROW_CLASSES[-1])
+    def __init__(self, device: Device, most_rows: int, most_logits: int, width: int, steps: int) -> None:
+        """most_rows, most_logits   of a run;  width: of a row of the result, float32
+
+        steps   launches of a run, 0: record nothing
+        """
+        self.prompt_rows = min(most_rows, ROW_CLASSES[-1])
+        self.rows = min(self.prompt_rows, most_logits)
         self.recorded = 0
         self._device = device
         self._result_bytes = self.rows * width * 4 + MAX_BYTES
@@ -198,12 +216,15 @@ class Recordings:
     def _record(self, key: Key, sent: Sent, calls: Steps, results: Results, block: BlockOf) -> Recorded:
         if self._result is None:
             self._result = self._device.pinned(self._result_bytes)
-        places = dict(zip(sent, placed(values.nbytes for values in sent.values()), strict=True))
-        end = max(start + nbytes for start, nbytes in places.values())
+        # Page tables are last: they change seldom, and are written then.
+        names = sorted(sent, key=lambda name: isinstance(name, CacheKind))
+        places = dict(zip(names, placed(sent[name].nbytes for name in names), strict=True))
+        ends = {name: start + nbytes for name, (start, nbytes) in places.items()}
+        end, copied = max(ends.values()), max(end for name, end in ends.items() if not isinstance(name, CacheKind))
         pinned, memory = self._device.pinned(end), self._device.allocate(end)
         back = [(key.turn * TURN_BYTES + start, nbytes) for start, nbytes in placed(nbytes for _, nbytes in results)]
         steps = [
-            Copy("in", memory.address, pinned.address, end),
+            Copy("in", memory.address, pinned.address, copied),
             *calls({name: memory.address + start for name, (start, _) in places.items()}),
             *(
                 Copy("out", self._result.address + start, address, nbytes)
@@ -212,7 +233,7 @@ class Recordings:
         ]
         found = [self._result.array[start : start + nbytes] for start, nbytes in back]
         recording = self._device.record(steps)
-        written = block(pinned.array, places)
+        written = block(pinned.array, places, lambda start, values: self._device.write(memory.address + start, values))
         made = Recorded(recording, pinned, memory, places, found, written, end + len(steps) * STEP_BYTES)
         while self._kept and sum(each.nbytes for each in self._kept.values()) + made.nbytes > self._room:
             self._kept.popitem(last=False)

@@ -23,7 +23,7 @@ from edgeq.targets.cuda.lowering.linear import MANY_TOKENS
 from edgeq.targets.cuda.lowering.spread import spread
 from edgeq.targets.cuda.run.ahead import RunsAhead
 from edgeq.targets.cuda.run.feed import Feed
-from edgeq.targets.cuda.run.graphs import ROW_CLASSES, Recordings, repeats
+from edgeq.targets.cuda.run.graphs import ROW_CLASSES, Recordings, is_short_prompt, repeats
 from edgeq.targets.cuda.run.holds_states import HoldsCudaStates
 from edgeq.targets.cuda.run.kernels import ProgramKernels
 from edgeq.targets.cuda.run.one_by_one import OneByOne
@@ -86,7 +86,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         self.snapshot_pages = snapshot_pages(graph.states, graph.page_bytes(self.options.kv))
         if graph.states:
             self._states = beside._states if beside else States(device, graph.states)
-        feed = Feed(graph, file, self._storage, self._pages, self.options.kv)
+        feed = Feed(graph, file, self._storage, self._pages, self.options)
         self._kernels = ProgramKernels(device, kernel_source, self._pages.base)
         self._one_by_one = OneByOne(device, self._storage, self._kernels, feed, graph.together)
         self._lowered: dict[tuple[Mode, WeightSource], Lowering] = {}
@@ -120,9 +120,8 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
         """For runs in which the host has nothing to read before the end."""
         found = self._made(self.options.mode, self._own).by_operation
         whole = self.options.graphs and self._graph.together == 1 and not any(isinstance(each, Routed) for each in found)
-        most = min(self.options.max_rows, self.options.max_logits)
-        steps = max(len(found), self.kernels_per_token) if whole else 0
-        return Recordings(self._device, most, self._graph.buffers[self._graph.result], steps)
+        steps, width = max(len(found), self.kernels_per_token) if whole else 0, self._graph.buffers[self._graph.result]
+        return Recordings(self._device, self.options.max_rows, self.options.max_logits, width, steps)
 
     @cached_property
     def _inputs(self) -> tuple[SharedInput, ...]:
@@ -339,7 +338,9 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
     def _is_recorded(self, rows: Rows, lowering: Lowering) -> bool:
         """Whether such runs are started as recordings, where there is memory for it."""
         recordings = self._recordings
-        return lowering.source != "masters" and recordings.reserved > 0 and repeats(rows, recordings.rows)
+        if lowering.source == "masters" or not recordings.reserved:
+            return False
+        return repeats(rows, recordings.rows) or is_short_prompt(rows, recordings.prompt_rows)
 
     @cached_property
     def _result_name(self) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Runs that come again and again, those that decode or verify, started as recordings."""
+"""Runs that come again and again, those that decode or verify and short prompts, started as recordings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from edgeq.targets.cuda.device.device import Call, Copy
 from edgeq.targets.cuda.lowering.attention import PART
-from edgeq.targets.cuda.lowering.context import Angles, Bring, Gather, Lowering, Routed
+from edgeq.targets.cuda.lowering.context import Bring, Gather, Lowering, Routed
 from edgeq.targets.cuda.lowering.largest import DRAWS, Chosen
-from edgeq.targets.cuda.run.block import AngleRows, Draws, SentBlock, padded_draws
+from edgeq.targets.cuda.run.block import Draws, SentBlock, Write, padded_draws
 from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
 from edgeq.targets.cuda.run.graphs import Key, Places, Recorded, Recordings, gathered, padded, parts_of, row_class
 from edgeq.targets.cuda.run.kernels import ProgramKernels, Reach
@@ -25,7 +25,8 @@ TOKENS = [("tokens", "sent", stage) for stage in range(2)]
 
 
 class RecordedRuns:
-    """Starts the recording of a run, and makes it when such a run first comes."""
+    """Starts the recording of a run, and makes it when such a run first comes; of a prompt when one comes again, as to record a
+    run takes longer than to start its launches."""
 
     def __init__(
         self, recordings: Recordings, storage: Storage, pages: Pages, kernels: ProgramKernels, feed: Feed, *,
@@ -35,23 +36,32 @@ class RecordedRuns:
         self._recordings, self._storage, self._pages = recordings, storage, pages
         self._kernels, self._feed = kernels, feed
         self._result, self._result_bytes = result
-        self._classes = [row_class(count, recordings.rows) for count in range(recordings.rows + 1)]
-        self._angles: dict[Angles, AngleRows] = {}
+        self._classes, self._prompt_classes = (
+            [row_class(count, most) for count in range(most + 1)] for most in (recordings.rows, recordings.prompt_rows)
+        )
+        self._prompts = set[Key]()
         self._padding: Page | None = None
 
     def start(
         self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, turn: int = 0,
         draws: Draws = (),
     ) -> Recorded | None:  # fmt: skip
-        """Start a run; None: there is no memory for it.
+        """Start a run; None: there is no memory for it, or it is the first prompt of its kind.
 
         turn   as of Key; not 0: its rows have no tokens yet, as they are what `chosen` found in the run that was started last
         draws  of each row, where `chosen` draws
         """
-        count, parts = self._classes[rows.tokens.shape[0]], parts_of(rows)
+        prompt = rows.wanted.shape[0] < rows.tokens.shape[0]
+        count = (self._prompt_classes if prompt else self._classes)[rows.tokens.shape[0]]
+        results, parts = 1 if prompt else count, parts_of(rows)
         number = weights.number if weights else 0
         largest, draw = (chosen.count, chosen.draws) if chosen else (0, False)
-        key = Key(lowering.options.mode, lowering.source, number, count, parts, largest, draw, turn)
+        key = Key(lowering.options.mode, lowering.source, number, count, results, parts, largest, draw, turn)
+        if prompt and key not in self._prompts:
+            # With weights of one session there could be any number.
+            if not number:
+                self._prompts.add(key)
+            return None
         if self._padding is None:
             self._padding = self._pages.page()
         found = self._recordings.kept(key)
@@ -63,11 +73,11 @@ class RecordedRuns:
         entries = min(PAGES_OF_A_RUN, count * parts * (PART // PAGE))
         sent = dict(self._feed.of(padded(rows, count, self._padding), lowering, pages=entries))
         if draws:
-            sent[DRAWS] = np.array(padded_draws(draws, count), np.float64)
+            sent[DRAWS] = np.array(padded_draws(draws, results), np.float64)
         if found is None:
             steps = partial(self._steps, lowering, weights, chosen, key, sent)
-            results = chosen.results(count) if chosen else [(self._result, self._result_bytes * count)]
-            found = self._recordings.record(key, sent, steps, results, partial(self._block, lowering, key, sent))
+            read = chosen.results(results) if chosen else [(self._result, self._result_bytes * results)]
+            found = self._recordings.record(key, sent, steps, read, partial(self._block, key, sent))
         if found is None:
             return None
         found.block.copy(sent)
@@ -77,11 +87,12 @@ class RecordedRuns:
         """The results for the rows of the class, as bytes that are valid until the next run."""
         return self._recordings.wait(recorded)
 
-    def _block(self, lowering: Lowering, key: Key, sent: Sent, array: NDArray[np.uint8], places: Places) -> SentBlock:
-        for angles in lowering.angles:
-            self._angles.setdefault(angles, AngleRows(angles))
-        mine = {angles: self._angles[angles] for angles in lowering.angles}
-        return SentBlock(array, places, sent, rows=key.rows, kinds=self._feed.kinds, base=self._pages.base, angles=mine)
+    def _block(self, key: Key, sent: Sent, array: NDArray[np.uint8], places: Places, write: Write) -> SentBlock:
+        feed, base = self._feed, self._pages.base
+        return SentBlock(
+            array, places, sent,
+            rows=key.rows, results=key.results, kinds=feed.kinds, base=base, angles=feed.angles, write=write,
+        )  # fmt: skip
 
     def _steps(
         self, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen | None, key: Key, sent: Sent,
@@ -94,10 +105,11 @@ class RecordedRuns:
             assert chosen is not None
             sent_to = [at for name, at in places.items() if name in TOKENS]
             found += [Copy("within", at, chosen.next, 4 * key.rows) for at in sent_to]
-        for each in lowering.launches((key.rows, key.rows)):
+        counts = key.rows, key.results
+        for each in lowering.launches(counts):
             assert not isinstance(each, Routed | Bring)
             if isinstance(each, Gather):
                 found.append(gathered(each, places, sent))
             else:
-                found.append(self._kernels.call(each, key.rows, weights, Reach(key.parts, key.rows), moved))
-        return found + (self._kernels.choosing(chosen, key.rows, moved) if chosen else [])
+                found.append(self._kernels.call(each, counts[each.stage], weights, Reach(key.parts, key.rows), moved))
+        return found + (self._kernels.choosing(chosen, key.results, moved) if chosen else [])

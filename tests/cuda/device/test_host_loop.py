@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edgeq.converters.families.table import recognise
 from edgeq.format.codec import Codec
@@ -21,13 +23,14 @@ from edgeq.runtime.network.decoder import decoder
 from edgeq.runtime.sampling import Sampler
 from edgeq.targets import TargetChoice
 from edgeq.targets.cuda import CudaTarget
-from edgeq.targets.cuda.lowering.context import Angles
-from edgeq.targets.cuda.run import plan
-from edgeq.targets.cuda.run.block import NEIGHBOURS, AngleRows, Draws, SentBlock
+from edgeq.targets.cuda.run import angles, plan
+from edgeq.targets.cuda.run.angles import NEIGHBOURS, Angles, AngleTables
+from edgeq.targets.cuda.run.block import Draws, SentBlock
 from edgeq.targets.cuda.run.graphs import padded
 from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.run.storage import Storage
 from edgeq.targets.cuda.supply.pack import Generated, Variant
-from edgeq.targets.graph import Embed
+from edgeq.targets.graph import Embed, RopeRotate
 from edgeq.targets.rows import PAGE, Page, Rows
 from edgeq.targets.target import Options
 from edgeq.tools.lab.make_checkpoint import SHAPES, llama_config
@@ -95,7 +98,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, program: CudaProgram) -> list[Rows]
         fill(block, rows, padding, draws)
         found.append(rows)
         written = block.array.copy()
-        entries = max(len(view) for _, view, _ in block._tables)
+        entries = max(len(view) for _, view, *_ in block._tables)
         block.copy(feed.of(padded(rows, block._count, padding), program._made("a8", "file"), pages=entries))
         assert np.array_equal(block.array, written)
 
@@ -111,22 +114,24 @@ def sessions(program: CudaProgram, lengths: list[int], dropped: int) -> list[lis
 
 
 def runs(program: CudaProgram) -> Iterator[Rows]:
-    """Runs of one and of several sessions, of drafts, in another order, of fewer rows than the class has."""
+    """Runs of one and of several sessions, of drafts, in another order, of fewer rows than the class has, and of prompts."""
     rng = np.random.default_rng(0)
-    for rows in (
-        [(700, 1)],
-        [(701, 1)],
-        [(5, 1), (900, 1), (63, 1)],
-        [(64, 4), (800, 1)],
-        [(200, 6)],
-        [(6, 1), (901, 1), (64, 1)],
+    for rows, prompt in (
+        ([(700, 1)], False),
+        ([(701, 1)], False),
+        ([(5, 1), (900, 1), (63, 1)], False),
+        ([(64, 4), (800, 1)], False),
+        ([(200, 6)], False),
+        ([(6, 1), (901, 1), (64, 1)], False),
+        ([(190, 6)], True),
+        ([(60, 7)], True),
     ):
         pages = sessions(program, [length + count for length, count in rows], dropped=rows[0][0] // PAGE // 2)
         slots = np.array([length + i for length, count in rows for i in range(count)], np.int32)
         of = np.array([i for i, (_, count) in enumerate(rows) for _ in range(count)], np.int32)
         order = np.argsort(rng.random(len(of)), kind="stable") if len(of) == 3 else np.arange(len(of))
         tokens = rng.integers(0, 2000, len(of)).astype(np.int32)
-        wanted = np.arange(len(of), dtype=np.int32)
+        wanted = np.arange(len(of), dtype=np.int32)[-1 if prompt else 0 :]
         yield Rows(tokens, slots[order][None], slots[order], of[order], pages, wanted)
 
 
@@ -136,9 +141,10 @@ def test_what_is_written_in_place_is_what_the_general_way_sends(path: Path, monk
     filled, every = compare(monkeypatch, program), list(runs(program))
     for rows in (*every, *every):
         program.run(rows)
-    # The first run of a key is written by the general way, which says how large everything is.
+    # The first run of a key is written by the general way, which says how large everything is; of a prompt it is the second.
     recorded = program._recordings.recorded
-    assert 3 < recorded < len(every) and len(filled) == 2 * len(every) - recorded
+    assert 3 < recorded < len(every) and len(filled) == 2 * len(every) - recorded - 1
+    assert sum(len(rows.wanted) < len(rows) for rows in filled) == 2
 
 
 def test_states_are_written_in_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,15 +186,44 @@ def test_what_is_not_plain_text_is_written_the_general_way(path: Path, monkeypat
     assert filled == [plain] and program._recordings.recorded == 1
 
 
-def test_angles_that_are_kept_have_the_bits_of_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeq.targets.cuda.run.block.MAX_TABLES", 2)
-    angles = Angles(tuple(10000.0 ** (-i / 20) for i in range(20)), 1.25, (), 0)
-    kept, positions = AngleRows(angles), [0, 1, NEIGHBOURS - 1, NEIGHBOURS, 131071, 5, 70000]
-    cos, sin = np.zeros((7, 20), np.float32), np.zeros((7, 20), np.float32)
-    kept.fill(cos, sin, positions)
-    for row, position in enumerate(positions):
-        wanted = angles.of(np.array([[position]], np.int32))
-        assert np.array_equal(cos[row], wanted[0][0]) and np.array_equal(sin[row], wanted[1][0])
+class Holding(Nothing):
+    """writes   how many;  memory: what they wrote, by address"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes, self.memory = 0, np.zeros(1 << 20, np.uint8)
+
+    def write(self, address: int, data: NDArray[Any]) -> None:
+        assert data.flags.c_contiguous
+        self.writes += 1
+        self.memory[address : address + data.nbytes] = data.reshape(-1).view(np.uint8)
+
+
+def test_angles_on_the_device_have_the_bits_of_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rope with a factor, and of one of other pairs whose positions have three parts; two blocks of positions are kept."""
+    monkeypatch.setattr(angles, "BLOCKS", 2)
+    monkeypatch.setattr(angles, "KEPT", 2 * NEIGHBOURS)
+    device, ropes = Holding(), [
+        RopeRotate(0, "x", 0, 1, 64, tuple(1e4 ** (-i / 20) for i in range(20)), 1.25),
+        RopeRotate(0, "x", 0, 1, 64, tuple(1e6 ** (-i / 6) for i in range(6)), axes=(0, 0, 1, 1, 2, 2)),
+    ]  # fmt: skip
+    storage = Storage(device, Arrays())  # type: ignore[arg-type]
+    tables = AngleTables(SimpleNamespace(operations=ropes), storage, 8)  # type: ignore[arg-type]
+
+    def check(positions: list[list[int]], places: Sequence[int], writes: int) -> None:
+        for each in map(Angles.of_operation, ropes):
+            kept = device.memory[storage.address(each) :][: (2 * NEIGHBOURS + 8) * each.row_bytes].view(np.float32)
+            assert np.array_equal(kept.reshape(-1, 2, each.row_bytes // 8)[places], each.of(np.array(positions, np.int32)))
+        assert device.writes == writes * len(ropes)
+
+    for first, writes in ((0, 2), (1, 2), (131071 - 64, 4), (1, 6)):
+        few = [first, first + 63, first + 64, first + 3]
+        check([few], tables.places_of_few(few), writes)
+    text = [[5, 4, 70], [5, 4, 70], [5, 4, 70]]
+    check(text[:1], tables.places(np.array(text[:1], np.int32)), 6)
+    check(text, tables.places(np.array(text, np.int32)), 6)
+    for positions in ([[5, 4, 70], [5, 5, 5], [6, 7, 8]], [[0, 400, 70000]]):
+        check(positions, tables.places(np.array(positions, np.int32)), writes := writes + 1)
 
 
 def test_a_number_that_a_launch_leaves_out_is_told_when_the_graph_is_lowered(path: Path) -> None:

@@ -247,8 +247,8 @@ def of_fused(kernel: Generated, order: int, blocks: int, ahead: int, shares: int
         **case.arrays,
         "x": np.random.default_rng(1).standard_normal((5, 2560)).astype(np.float32),
         "gain": np.ones(2560, np.float32), "bias": np.ones(rows, np.float32), "y": np.zeros((5, width), np.float32),
-        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "cos", "sin", "q_gain", "k_gain", "inner")},
-        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "low_b", "arrived")},
+        **{name: np.zeros(4, np.float32) for name in ("shift", "scale", "angles", "q_gain", "k_gain", "inner")},
+        **{name: np.zeros(4, np.int32) for name in ("order", "tables", "slots", "places", "low_b", "arrived")},
         "sums": np.full(rows * groups * 8, np.nan, np.float32),
         "pages": np.zeros(1, np.int64), "pool": np.zeros(1, np.float16),
     }  # fmt: skip

@@ -133,7 +133,8 @@ def test_batches_and_verified_drafts_have_one_for_each_class_of_rows(compiled: C
 def test_what_does_not_come_again_is_not_recorded(compiled: Compiled, device: EmulatedDevice) -> None:
     program = compiled()
     rows = rows_of([Text(program)], [[1, 2, 3]])
-    rows.wanted = rows.wanted[:1]
+    rows.wanted = rows.wanted[:0]
+    program.run(rows)
     program.run(rows)
     assert not device.replays and recorded(program) == 0
     without = compiled(graphs=False)
@@ -145,6 +146,22 @@ def test_what_does_not_come_again_is_not_recorded(compiled: Compiled, device: Em
     assert repeats(rows, LOGITS)
     rows.modality = np.zeros(1, np.uint8)
     assert not repeats(rows, LOGITS)
+
+
+def test_a_short_prompt_is_recorded_when_one_comes_again(compiled: Compiled, device: EmulatedDevice) -> None:
+    """Of 11 rows, and of fewer in the same class, which the recording pads."""
+    program = compiled()
+    for round, tokens in enumerate((list(range(11)), list(range(11)), list(range(20, 29)))):
+        rows = rows_of([Text(program, 5 * round)], [tokens])
+        rows.wanted = rows.wanted[:1]
+        alone = one_by_one(program, rows)
+        assert np.array_equal(program.run(rows), alone)
+        assert (device.replays, recorded(program)) == (round, min(round, 1))
+    # The largest of its logits, by a recording of its own.
+    for _ in range(2):
+        found = program.run_largest(rows, 1)
+        assert found.ids[0, 0] == alone.argmax() and found.values[0, 0] == alone.max()
+    assert recorded(program) == 2
 
 
 def test_the_mode_of_drafts_has_recordings_of_its_own(compiled: Compiled) -> None:
@@ -211,9 +228,10 @@ def test_classes() -> None:
     device = EmulatedDevice()
     device.integrated = True
     assert (
-        Recordings(device, 8, 100, 10).reserved == Recordings(EmulatedDevice(), 8, 100, 10).reserved + 8 * 100 * 4 + MAX_BYTES
+        Recordings(device, 16, 8, 100, 10).reserved
+        == Recordings(EmulatedDevice(), 16, 8, 100, 10).reserved + 8 * 100 * 4 + MAX_BYTES
     )
-    assert Recordings(device, 8, 100, 0).reserved == 0
+    assert Recordings(device, 16, 8, 100, 0).reserved == 0
 
 
 @pytest.mark.parametrize("recording", [True, False])
