@@ -97,9 +97,13 @@ CODECS = [F16, INT8, *(KvCodec("int4", high) for high in (0, 4, 8, 16)), KvCodec
 DIMS = (32, 64, 80, 128)
 
 
-@pytest.mark.parametrize("dim", [20, *DIMS])
 @pytest.mark.parametrize("kv", [*CODECS, KvCodec("int4", 3), KvCodec("int4", 20)], ids=lambda kv: kv.name)
-def test_a_page_takes_the_bytes_that_its_codec_promises(kv, dim):
+def test_a_page_takes_the_bytes_that_its_codec_promises(kv):
+    for dim in (20, *DIMS):
+        a_page_takes_the_bytes_that_its_codec_promises(kv, dim)
+
+
+def a_page_takes_the_bytes_that_its_codec_promises(kv, dim):
     shape, arrays = Heads(dim=dim), Arrays()
     graph = shape.graph(arrays, shape.numbers(2))
     page = compiled("cpu", graph, arrays, 2, kv, threads=1).new_page()
@@ -207,8 +211,12 @@ def test_heads_that_fill_no_vector_are_cached_whole(high):
 
 
 @pytest.mark.parametrize("kv", CODECS, ids=lambda kv: kv.name)
-@pytest.mark.parametrize("value", [0.0, 3.0, -2.5, 1e-38, 3e38])
-def test_heads_of_one_number_are_no_division_by_zero(kv, value):
+def test_heads_of_one_number_are_no_division_by_zero(kv):
+    for value in (0.0, 3.0, -2.5, 1e-38, 3e38):
+        heads_of_one_number_are_no_division_by_zero(kv, value)
+
+
+def heads_of_one_number_are_no_division_by_zero(kv, value):
     shape, arrays = Heads(), Arrays()
     x = shape.numbers(4)
     x[1:3, shape.widths[0] :] = value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -73,17 +75,15 @@ def fill(kind: str, bits: int, shape: tuple[int, int]) -> np.ndarray:
     return np.full(shape, 0 if kind == "min" else top, np.uint8)
 
 
-@pytest.mark.parametrize("kind", FILLS)
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", PLANES)
-def test_unpack_inverts_pack_and_no_bit_is_wasted(bits: int, shape: tuple[int, int], kind: str) -> None:
-    q = fill(kind, bits, shape)
-    packed = pack_integers(q, bits)
-    rows, columns = shape
-    assert packed.shape == (-(-rows // 16), -(-columns // 32), bits, 64) and packed.dtype == np.uint8
+def test_unpack_inverts_pack_and_no_bit_is_wasted(bits: int) -> None:
     codec = Codec("int" if bits in BITS else "table", bits, 0)
-    assert packed.nbytes == codec.parts(rows, columns)["q"].nbytes
-    np.testing.assert_array_equal(unpack_integers(packed, rows, columns), q)
+    for (rows, columns), kind in itertools.product(SHAPES, FILLS):
+        q = fill(kind, bits, (rows, columns))
+        packed = pack_integers(q, bits)
+        assert packed.shape == (-(-rows // 16), -(-columns // 32), bits, 64) and packed.dtype == np.uint8
+        assert packed.nbytes == codec.parts(rows, columns)["q"].nbytes
+        np.testing.assert_array_equal(unpack_integers(packed, rows, columns), q, f"{kind}, {rows} x {columns}")
 
 
 @pytest.mark.parametrize("bits", PLANES)
@@ -233,17 +233,17 @@ def the_last_group_has_what_is_left_of_the_row(codec: Codec, columns: int) -> No
     np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), expected[indices])
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 1), (17, 33)])
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
-def test_float_codecs_keep_what_their_type_can_hold(kind: str, shape: tuple[int, int]) -> None:
+def test_float_codecs_keep_what_their_type_can_hold(kind: str) -> None:
     codec = Codec(kind)  # type: ignore[arg-type]
-    w = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
-    w = from_bf16(to_bf16(w)) if kind == "bf16" else w.astype(np.float16).astype(np.float32) if kind == "f16" else w
-    packed = pack_floats(w, codec.kind)
-    part = codec.parts(*shape)["q"]
-    assert (packed.dtype.name, packed.shape) == (part.dtype, part.shape)
-    np.testing.assert_array_equal(unpack_floats(packed, codec.kind, *shape), w)
-    np.testing.assert_array_equal(dequantize(codec, *shape, {"q": packed}), w)
+    for shape in (*SHAPES, (2, 1), (17, 33)):
+        w = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+        w = from_bf16(to_bf16(w)) if kind == "bf16" else w.astype(np.float16).astype(np.float32) if kind == "f16" else w
+        packed = pack_floats(w, codec.kind)
+        part = codec.parts(*shape)["q"]
+        assert (packed.dtype.name, packed.shape) == (part.dtype, part.shape)
+        np.testing.assert_array_equal(unpack_floats(packed, codec.kind, *shape), w)
+        np.testing.assert_array_equal(dequantize(codec, *shape, {"q": packed}), w)
 
 
 def test_a_16_bit_line_holds_two_channels_of_sixteen_rows() -> None:
@@ -306,9 +306,13 @@ def test_unknown_group_sizes_are_refused(group_size: int) -> None:
         Codec("int", 4, group_size)
 
 
-@pytest.mark.parametrize("columns", [16, 256, 300, 784])
 @pytest.mark.parametrize("codec", TWO_LEVELS, ids=lambda c: c.name)
-def test_two_levels_equal_the_formula(codec: Codec, columns: int) -> None:
+def test_two_levels_equal_the_formula(codec: Codec) -> None:
+    for columns in (16, 256, 300, 784):
+        two_levels_equal_the_formula(codec, columns)
+
+
+def two_levels_equal_the_formula(codec: Codec, columns: int) -> None:
     """Channel by channel in float64; up to 6 bits no product is rounded."""
     rows, rng, groups, above = 19, np.random.default_rng(columns), codec.groups(columns), -(-columns // 256)
     q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
@@ -339,9 +343,13 @@ def test_two_levels_equal_the_formula(codec: Codec, columns: int) -> None:
     np.testing.assert_array_equal(dequantize_rows(codec, columns, indices, arrays), result[indices])
 
 
-@pytest.mark.parametrize("columns", [16, 72, 256, 300])
 @pytest.mark.parametrize("codec", FOUR_BITS, ids=lambda c: c.name)
-def test_scales_of_four_bits_equal_the_formula(codec: Codec, columns: int) -> None:
+def test_scales_of_four_bits_equal_the_formula(codec: Codec) -> None:
+    for columns in (16, 72, 256, 300):
+        scales_of_four_bits_equal_the_formula(codec, columns)
+
+
+def scales_of_four_bits_equal_the_formula(codec: Codec, columns: int) -> None:
     """Channel by channel in float64, where nothing is rounded; codes read from the nibbles of the page's picture."""
     rows, rng, groups = 19, np.random.default_rng(columns), codec.groups(columns)
     q = rng.integers(0, 1 << codec.bits, (rows, columns)).astype(np.uint8)
@@ -384,9 +392,13 @@ def test_a_q4_k_tensor_is_held_exactly() -> None:
     assert np.array_equal(read, gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_K))
 
 
-@pytest.mark.parametrize("columns", [16, 300])
 @pytest.mark.parametrize("codec", TABLES, ids=lambda c: c.name)
-def test_tables_equal_the_formula(codec: Codec, columns: int) -> None:
+def test_tables_equal_the_formula(codec: Codec) -> None:
+    for columns in (16, 300):
+        tables_equal_the_formula(codec, columns)
+
+
+def tables_equal_the_formula(codec: Codec, columns: int) -> None:
     """Channel by channel in float64; no product is rounded.  Every block has a table of its own."""
     rows, rng, most = 35, np.random.default_rng(columns), MAX_ENTRY[codec.wide]
     groups, size = codec.groups(columns), codec.group_size or columns
@@ -496,13 +508,9 @@ def test_a_half_grid_by_hand() -> None:
     assert dequantize(Codec("half", 2, 16), 1, 4, arrays).tolist() == [[-0.75, -0.25, 0.25, 0.75]]
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [*CODECS, *TWO_LEVELS, *FOUR_BITS, *TABLES, *TRELLISES, Codec("f32"), Codec("f16"), Codec("bf16")],
-    ids=lambda c: c.name,
-)
-def test_a_name_names_its_codec(codec: Codec) -> None:
-    assert Codec.named(codec.name) == codec
+def test_a_name_names_its_codec() -> None:
+    for codec in (*CODECS, *TWO_LEVELS, *FOUR_BITS, *TABLES, *TRELLISES, Codec("f32"), Codec("f16"), Codec("bf16")):
+        assert Codec.named(codec.name) == codec
 
 
 def test_a_block_of_a_gguf_q4_1_tensor_is_held_exactly() -> None:

@@ -85,11 +85,10 @@ def test_extended(write: Write, sample: bytes, extra: bytes) -> None:
     refused(write(sample + extra), FormatError, "truncated or damaged")
 
 
-@pytest.mark.parametrize("byte", range(64))
-def test_one_bit_flipped_in_the_header(write: Write, sample: bytes, byte: int) -> None:
-    for bit in range(8):
+def test_one_bit_flipped_in_the_header(write: Write, sample: bytes) -> None:
+    for bit in range(8 * 64):
         data = bytearray(sample)
-        data[byte] ^= 1 << bit
+        data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(EdgeqError):
             ModelFile.open(write(bytes(data)))
 
