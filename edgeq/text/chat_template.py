@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
@@ -66,9 +66,7 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE:
             raise UnsupportedError(f"the chat template has more than {MAX_SOURCE} characters; {OTHER_TEMPLATE}")
         self.tool_format, self.thinking = tool_format(source, text.added), thinking_format(text.added)
-        environment = _environment()
-        # jinja2 evaluates constant expressions while it translates: only the child does that.
-        code = compile(_confined(lambda: _python_source(environment, source)), "<template>", "exec")
+        environment, code = _environment(), compile(_translated(source), "<template>", "exec")
         self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
 
     @classmethod
@@ -192,6 +190,16 @@ def _confined(work: Callable[[], str]) -> str:
         return confined(work, TEMPLATE_LIMITS)
     except LimitError as error:
         raise UnsupportedError(f"the chat template goes too far: {error}; {OTHER_TEMPLATE}") from None
+
+
+@lru_cache(maxsize=8)
+def _translated(source: str) -> str:
+    """`_python_source` of a child: jinja2 evaluates constant expressions while it translates.
+
+    It is kept, since a child of a large process takes longer than a translation, and a process may load a model many times.
+    """
+    environment = _environment()
+    return _confined(lambda: _python_source(environment, source))
 
 
 def _python_source(environment: _Environment, source: str) -> str:
