@@ -123,9 +123,9 @@ def read_samples(folder: Path, config: ModelConfig, text: TextAssets, most: int 
     if vision.tokens_vary:
         most_tokens = max(vision.piece_tokens(1), min(most_tokens, MAX_TOKENS, config.max_position_embeddings // 2))
     digest, found = hashlib.sha256(), []
-    for number, line in chosen:
-        where = f"{folder / FILE} line {number}"
-        values = _checked(line, where)
+    # All lines before the first picture: those take longer.
+    places = [(f"{folder / FILE} line {number}", line) for number, line in chosen]
+    for where, values in [(where, _checked(line, where)) for where, line in places]:
         pictures = [_picture(folder, name, vision, most_tokens, where) for name in values["images"]]
         sample = _sample(values, pictures, config, template, encoder, where)
         digest.update(json.dumps([sample.tokens, [file.digest.hex() for file in sample.pictures]]).encode())
