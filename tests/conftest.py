@@ -430,6 +430,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def works_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes to a child with limits is done in this process, as on a system that has no fork.
+
+    A fork of a process with torch, Numba and thousands of tests takes 70 ms of processor time.  Not for what a stranger wrote.
+    """
+    monkeypatch.delattr(os, "fork", raising=False)
+
+
+@pytest.fixture
 def tiny_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """GGUF files get the tokenizer of the demo model, which tiny checkpoints have, in place of one made of their metadata."""
     from edgeq.converters.importers import gguf_source

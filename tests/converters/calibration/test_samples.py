@@ -111,6 +111,7 @@ def test_a_folder_without_samples_is_refused(model: tuple[Any, TextAssets], fold
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_that_is_no_sample_is_refused(model: tuple[Any, TextAssets], folder: Path, name: str) -> None:
     change, message = LINES[name]

@@ -23,6 +23,8 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 TOLERANCE = 1e-3
 """As a share of the largest; the runtime keeps keys and values in f16."""
 FAMILIES, OTHERS = (

@@ -26,6 +26,8 @@ from tests.runtime.answers.calling import TEMPLATE, WEATHER  # noqa: E402
 from tests.runtime.answers.thinking_models import OPENED, SAID, with_marks  # noqa: E402
 from tests.runtime.server.schemas import record  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 ASKED = [{"role": "user", "content": "Who is it?"}]
 PERSON = record(name={"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"}, age={"type": "integer", "minimum": 0, "maximum": 120})
 HELD = {"type": "json_schema", "json_schema": {"schema": PERSON}}

@@ -24,6 +24,8 @@ pytest.importorskip("llguidance")
 
 from tests.runtime.answers.calling import ALL, TEMPLATE, WEATHER  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 ASKED = [{"role": "user", "content": "How is the weather?"}]
 TOOLS = [WEATHER, ALL]
 SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
