@@ -252,7 +252,7 @@ def test_drawn_tokens_have_the_law_that_penalties_bias_and_processors_make(cycle
 
 
 def test_first_tokens_of_a_real_prompt_have_the_law_of_the_plain_sampler(model: Model) -> None:
-    """10,000 draws behind one prompt, each through draft, verification and acceptance."""
+    """3,000 draws behind one prompt, each through draft, verification and acceptance."""
     prompt = prompts(model)[1]
     session = model.session()
     session.prefill(prompt[:-1])
@@ -263,11 +263,11 @@ def test_first_tokens_of_a_real_prompt_have_the_law_of_the_plain_sampler(model: 
     q = stream.sampler.candidates(cheap, prompt)
     p = distribution(exact[0], sampling, prompt)
     seen = np.zeros(len(p))
-    for _ in range(10_000):
+    for _ in range(3_000):
         stream.tokens[:] = prompt
         seen[accept(stream, Draft([stream.sampler.pick(q)], [q]), np.concatenate([exact, exact]))[0]] += 1
-    likely = p * 10_000 >= 5
-    groups = np.append(seen[likely], seen[~likely].sum()), np.append(p[likely], p[~likely].sum()) * 10_000
+    likely = p * 3_000 >= 5
+    groups = np.append(seen[likely], seen[~likely].sum()), np.append(p[likely], p[~likely].sum()) * 3_000
     keep = groups[1] > 0
     chi = ((groups[0] - groups[1])[keep] ** 2 / groups[1][keep]).sum()
     freedom = keep.sum() - 1
