@@ -129,6 +129,7 @@ def theirs(tokenizer_json: str, tmp_path_factory: pytest.TempPathFactory) -> Any
     return PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<|begin|>", eos_token="<|end|>")
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("variables", ({}, {"tools": TOOLS}, {"enable_thinking": False}), ids=("plain", "tools", "variable"))
 def test_text_and_tokens_equal_transformers(name: str, variables: dict[str, Any], text: Tokenizer, theirs: Any) -> None:
@@ -152,6 +153,7 @@ SPELLED = [
 ]
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize(("name", "literal"), SPELLED)
 def test_a_control_token_spelled_by_a_user_is_text(name: str, literal: str, text: Tokenizer) -> None:
     """The control tokens are those of the same conversation with harmless words, and the text is not lost."""
