@@ -96,6 +96,19 @@ def write_objects(folder: Path, board: str, isa: str, cases: Sequence[TileCase] 
         (folder / f"{case.symbol}.o").write_bytes(target.emit_object(module))
 
 
+def emitted(isa: str, case: TileCase) -> str:
+    """The tile in LLVM's representation, before it is compiled."""
+    from edgeq.tools.lab.arm_roofline import TRIPLE
+
+    module = ir.Module("tile")
+    module.triple = TRIPLE
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), case.symbol)
+    builder = ir.IRBuilder(function.append_basic_block())
+    emitter(isa, case).emit(builder, *function.args, ir.Constant(I64, 0))
+    builder.ret_void()
+    return str(module)
+
+
 def in_store(quads: np.ndarray, isa: str, case: TileCase) -> np.ndarray:
     """Integers [quad, token, 4] as a tile of that case reads them."""
     if not case.mode16:
