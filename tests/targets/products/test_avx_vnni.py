@@ -43,6 +43,11 @@ FEW = [Codec("int", 4, 0, False), Codec("int", 8, 0, False), Codec("half", 4, 32
 """Codecs whose tiles are run in `make test` too."""
 OF_KERNELS = Codec("offset", 4, 32)
 """The codec whose kernels are run in `make test` too."""
+WITHOUT_TILES = ("offset", "two-level")
+"""Kinds whose tiles are tried in kernels alone."""
+BY_TILES = [each for each in INTEGER_CODECS if each.group_size == 32 and each.kind not in WITHOUT_TILES]
+BY_TILES = list(dict.fromkeys([*CODECS, *BY_TILES]))
+"""Codecs whose tiles are run alone: every width of every kind in groups of one chunk, and what tests/arm runs."""
 NATIVE = ISA.name in HERE
 """Whether the tests of all instruction sets run the set, in every codec; here a few are left, of what stands in for it."""
 PUT_ASIDE = re.compile(r"[xy]mm\d+, -?\d*\(%rsp\)")
@@ -152,7 +157,7 @@ def test_the_definition_is_that_of_the_instruction(monkeypatch: pytest.MonkeyPat
 
 
 @x86
-@pytest.mark.parametrize("tile", tile_cases(FEW if NATIVE else CODECS, lambda codec: codec in FEW))
+@pytest.mark.parametrize("tile", tile_cases(FEW if NATIVE else BY_TILES, lambda codec: codec in FEW))
 def test_tiles_equal_integer_arithmetic(tile: TileCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(avx_vnni, "call", by_definition)
     emit = emitter(ISA.name, tile).emit
@@ -176,17 +181,24 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(avx_vnni, "call", by_definition)
 
 
+def in_kernels(codec: Codec) -> bool:
+    """What has no tile of its own, one width of each other kind, and a width for groups of half a chunk and of two."""
+    if codec.group_size == 32:
+        return codec.kind in WITHOUT_TILES or codec.bits == (3 if codec.kind == "trellis" else 4)
+    return codec.kind == "int" and (codec.bits, codec.group_size) in ((4, 16), (8, 64))
+
+
 @x86
 @pytest.mark.parametrize(
     "codec",
     [
         case(codec, common=codec == OF_KERNELS, id=codec.name.replace(" ", "-"))
         for codec in ([OF_KERNELS] if NATIVE else INTEGER_CODECS)
-        if codec.group_size == 32 or codec.kind == "int" and codec.bits in (4, 8)
+        if in_kernels(codec)
     ],
 )
 def test_products_equal_those_of_the_formula(codec: Codec, by_kernels: None) -> None:
-    """In one of the modes; tiles and what joins them are tried apart."""
+    """In one of the modes; tiles are tried apart, and what joins them, the same for all sets, with every codec on others."""
     check_product(ISA.name, codec, turn_of(codec))
 
 
