@@ -154,6 +154,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "outside": {"downsample_ratio": 0.25},
         "tied": True,
     },
+    # Pictures of any size, and large ones in tiles before them, for layers of convolutions; a table of five by five positions.
+    "naflex": {
+        "kind": "Lfm2Vl",
+        "text": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "hidden_size": 64}
+        | {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "norm_eps": 3e-5}
+        | {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4, "vocab_size": 2064, "rope_theta": 5000.0},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 84}
+        | {"patch_size": 6, "num_patches": 25, "layer_norm_eps": 3e-2, "hidden_act": "gelu", "vision_use_head": False},
+        "outside": {"projector_hidden_size": 80, "projector_hidden_act": "quick_gelu"},
+        "tied": True,
+    },
     # Four tokens of two by two patches; the window is shorter than a text, and than a picture and what comes before it.
     "averaged": {
         "kind": "Gemma3",
@@ -193,6 +204,19 @@ WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
         "tied": True,
     },
 }
+# What another has in another way, apart from the others too.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "naflex_plain": {
+        "kind": "Lfm2Vl",
+        "text": {"layer_types": ["conv", "full_attention"], "hidden_size": 72, "intermediate_size": 100}
+        | {"num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 2064, "block_auto_adjust_ff_dim": False},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 100}
+        | {"patch_size": 7, "num_patches": 9},
+        "outside": {"projector_hidden_size": 48, "projector_bias": False, "projector_use_layernorm": False}
+        | {"downsample_factor": 3},
+        "tied": False,
+    },
+}
 TILED = ("SmolVLM", "Idefics3")
 ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "PaliGemma")
 PROCESSORS = {
@@ -208,7 +232,7 @@ def build(folder: Path, name: str) -> Path:
     from tokenizers import Tokenizer
 
     torch.set_num_threads(1)
-    settings = (MODELS | WHOLE_PROMPTS)[name]
+    settings = (MODELS | WHOLE_PROMPTS | VARIANTS)[name]
     kind = settings.get("kind", "Qwen2VL")
     text, vision = {**COMMON, **settings["text"]}, {**settings["vision"], "initializer_range": 0.1}
     outside: dict[str, Any] = {"image_token_id": IMAGE, **settings.get("outside", {})}
@@ -216,6 +240,8 @@ def build(folder: Path, name: str) -> Path:
         text["rope_parameters"] = settings["rope"]
         if kind != "Gemma3":
             vision = {"hidden_size": text["hidden_size"], **vision, "spatial_merge_size": 2}
+    if kind == "Lfm2Vl":
+        text |= {"tie_word_embeddings": settings["tied"], "dtype": "float32"}
     if kind in ("Llava", "Gemma3", "PaliGemma"):
         outside["image_token_index"] = outside.pop("image_token_id")
         text["tie_word_embeddings"] = settings["tied"]
@@ -239,7 +265,7 @@ def build(folder: Path, name: str) -> Path:
             elif key.endswith("A_log"):
                 # Memories of one token to hundreds.
                 parameter.data = torch.linspace(-6, 1, len(parameter))
-            elif "conv1d" in key:
+            elif "conv1d" in key or ".conv.conv." in key:
                 parameter.data = 0.6 * torch.randn_like(parameter)
             elif key.endswith("bias"):
                 parameter.data = 0.3 * torch.randn_like(parameter)
@@ -261,6 +287,11 @@ def build(folder: Path, name: str) -> Path:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_special_tokens(["<fake_token_around_image>", "<global-img>", "<row_1_col_1>"])
         tokenizer.save(str(folder / "tokenizer.json"))
+    if kind == "Lfm2Vl":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        names = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *(f"<|img_row_1_col_{i}|>" for i in range(1, 4))]
+        tokenizer.add_special_tokens(names)
+        tokenizer.save(str(folder / "tokenizer.json"))
     if kind == "InternVL":
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         tokenizer.add_special_tokens(["<img>", "</img>"])
@@ -277,15 +308,20 @@ def build(folder: Path, name: str) -> Path:
         (folder / "tokenizer.json").write_text(tokenizer)
         template = (folder / "chat_template.jinja").read_text()
         (folder / "chat_template.jinja").write_text(template.replace("<|vision_start|><|image_pad|><|vision_end|>", BEGIN))
-    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"], kind)))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_processor(settings["vision"], kind, outside)))
     return folder
 
 
-def _processor(vision: dict[str, Any], kind: str) -> dict[str, Any]:
+def _processor(vision: dict[str, Any], kind: str, outside: dict[str, Any]) -> dict[str, Any]:
     """The settings of a processor for these towers."""
     if kind in TILED:
         sizes = {"size": {"longest_edge": 3 * vision["image_size"]}, "max_image_size": {"longest_edge": vision["image_size"]}}
         return {"image_processor_type": f"{kind}ImageProcessor", "image_mean": [0.4, 0.5, 0.6], **sizes}
+    if kind == "Lfm2Vl":
+        patch, merge = vision["patch_size"], outside.get("downsample_factor", 2)
+        sizes = {"encoder_patch_size": patch, "downsample_factor": merge, "tile_size": 2 * patch * merge, "max_tiles": 4}
+        tokens = {"min_image_tokens": 2, "max_image_tokens": 6, "max_pixels_tolerance": 1.5, "max_num_patches": 24}
+        return {"image_processor_type": "Lfm2VlImageProcessorFast", "image_mean": [0.4, 0.5, 0.6], **sizes, **tokens}
     if kind == "InternVL":
         # As published files have it: processors of the family cut all the same.
         sizes = {"size": dict.fromkeys(("height", "width"), vision["image_size"][0]), "max_patches": 6}

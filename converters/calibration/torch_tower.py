@@ -31,7 +31,7 @@ class Patches(nn.Module):
 
     def __init__(self, config: VisionConfig, biases: tuple[str, ...]) -> None:
         super().__init__()
-        self._interpolated, self._merge = config.interpolated, config.merge
+        self._config = config
         self.patch = nn.Linear(config.patch_width, config.hidden_size, bias="patch" in biases)
         self.positions = Table(config.position_rows, config.hidden_size) if config.position_rows else None
         self.pre_norm = Norm(config, config.hidden_size, config.layer_norm) if config.pre_norm else None
@@ -41,9 +41,9 @@ class Patches(nn.Module):
         found: Tensor = self.patch(x)
         if self.positions is not None:
             table: Tensor = self.positions.weight
-            if self._interpolated:
+            if self._config.interpolated:
                 side = math.isqrt(len(table))
-                table = torch.from_numpy(interpolated(table.numpy().reshape(side, side, -1), grid, self._merge)[order])
+                table = torch.from_numpy(interpolated(table.numpy().reshape(side, side, -1), grid, self._config)[order])
             found = found + table
         return found if self.pre_norm is None else self.pre_norm(found)
 
@@ -60,6 +60,11 @@ class Projection(nn.Module):
         size = config.hidden_size if self._norm_first else joined
         self.mean_norm = Norm(config, config.token_size) if config.averaged else None
         eps = config.project_eps
+        if eps and self._norm_first:
+            self.joined_norm: Norm | None = Norm(config, joined, True, eps)
+            eps = 0.0
+        else:
+            self.joined_norm = None
         self.norm = None if norm == "none" else Norm(config, size, config.layer_norm or eps > 0, eps)
         joined = config.token_size
         first = {"0": nn.Linear(joined, inner, bias="project.0" in biases)} if inner else {}
@@ -73,8 +78,9 @@ class Projection(nn.Module):
         x = x.reshape(1, -1, self._joined)
         if self.mean_norm is not None:
             x = self.mean_norm(x.unflatten(-1, (-1, self.mean_norm.weight.shape[0])).mean(-2))
-        if not self._norm_first and self.norm is not None:
-            x = self.norm(x)
+        last = self.joined_norm if self._norm_first else self.norm
+        if last is not None:
+            x = last(x)
         if self.activation is not None:
             x = self.activation(self.project["0"](x))
         found: Tensor = self.project["1"](x)

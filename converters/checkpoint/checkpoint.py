@@ -31,7 +31,7 @@ class NamedTensor:
     added   to every value when it is read;  name: for messages, where the checkpoint calls it otherwise
     first   a tensor that is added to the first row;  every: a row that is added to all
     merged  factors of an adapter whose product is added, and which of its rows is the first here
-    factor, order, transposed, matrix, column   as of TensorSource
+    factor, order, transposed, matrix, column, within   as of TensorSource
     rows    a vector with a factor of each row
     parts   of several tensors, whose rows follow one another; `stored` is that of the first
     """
@@ -51,6 +51,7 @@ class NamedTensor:
     parts: tuple[NamedTensor, ...] = ()
     column: int | None = None
     rows: NamedTensor | None = None
+    within: Sequence[int] = ()
 
     @property
     def dtype(self) -> str:
@@ -59,7 +60,7 @@ class NamedTensor:
     @property
     def rearranged(self) -> bool:
         """Whether its rows are others than those of one stored tensor: scaled, in another order, columns, or cut."""
-        cut = self.column is not None
+        cut = self.column is not None or bool(self.within)
         scaled = self.factor != 1 or self.rows is not None
         return scaled or bool(self.order) or self.transposed or bool(self.parts) or cut
 
@@ -91,6 +92,7 @@ class TensorSource:
     column  with which the rows meant begin in those of the stored matrix, which are longer; None: they are whole
     parts   sources of tensors whose rows follow one another, in place of one of these
     rows    name of a vector with a factor of each row; "": there are none
+    within  which values of a stored row, a vector, are those of the row meant; empty: they follow one another
     otherwise   where to find it in checkpoints without the stored tensor, or with another of its name
     """
 
@@ -109,6 +111,7 @@ class TensorSource:
     every: TensorSource | None = None
     column: int | None = None
     rows: str = ""
+    within: Sequence[int] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,8 +211,8 @@ class Checkpoint:
         if not source.name:
             return NamedTensor(Zeros(source.shape), source.shape)
         tensor = self.tensor(source.name, source.stored)
-        if tensor.merged and source.transposed:
-            raise CheckpointError(f"adapter: {source.name} is stored with rows and columns swapped; supported: others")
+        if tensor.merged and (source.transposed or source.within):
+            raise CheckpointError(f"adapter: {source.name} is stored with columns in another order; supported: others")
         skipped = tensor.skipped + source.row * (1 if source.transposed else math.prod(source.shape[1:]))
         first = replace(self.tensor(source.first, source.shape[1:]), name=source.first) if source.first else None
         merged = (tensor.merged[0], source.row) if tensor.merged else None
@@ -218,6 +221,7 @@ class Checkpoint:
         return NamedTensor(
             tensor.stored, source.shape, skipped, source.added, source.name, first, every, merged,
             source.factor, source.order, source.transposed, source.matrix, column=source.column, rows=rows,
+            within=source.within,
         )  # fmt: skip
 
     def dtype(self, name: str) -> str:
@@ -288,7 +292,7 @@ class Checkpoint:
             values = self._span(tensor, name, start, stop)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{name} has NaN or infinite values; the checkpoint is damaged or its training diverged")
-        return values
+        return values[:, list(tensor.within)] if tensor.within else values
 
     def _span(self, tensor: NamedTensor, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Neighbouring rows of the stored tensor."""
@@ -359,7 +363,7 @@ def _integers(tensor: NamedTensor) -> Codec | None:
         return codec if same else None
     added = tensor.added or tensor.first or tensor.every or tensor.merged
     changed = added or tensor.factor != 1 or tensor.rows or tensor.transposed
-    return None if changed or tensor.column is not None else tensor.stored.codec
+    return None if changed or tensor.column is not None or tensor.within else tensor.stored.codec
 
 
 def _spans(parts: tuple[NamedTensor, ...], start: int, stop: int) -> Iterator[tuple[NamedTensor, int, int]]:

@@ -35,6 +35,7 @@ from edgeq.converters.families.state_spaces.nemotron_h import NEMOTRON_H
 from edgeq.converters.families.vision.gemma3 import GEMMA_3_VL
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
 from edgeq.converters.families.vision.internvl import INTERNVL
+from edgeq.converters.families.vision.lfm2_vl import LFM2_VL
 from edgeq.converters.families.vision.llava import LLAVA_FAMILIES
 from edgeq.converters.families.vision.paligemma import PALIGEMMA
 from edgeq.converters.families.vision.pi0 import PI0
@@ -61,6 +62,7 @@ DESCRIPTIONS = (
     *IDEFICS_FAMILIES,
     GEMMA_3_VL,
     INTERNVL,
+    LFM2_VL,
     *LLAVA_FAMILIES,
     PALIGEMMA,
     PI0,

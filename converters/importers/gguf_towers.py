@@ -16,7 +16,7 @@ from edgeq.converters.importers.gguf_keys import GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufTensor, PatchTensor
 from edgeq.converters.importers.gguf_tower_kinds import CLASS, DOWN, SECOND, TOWERS, TowerFile, TowerKind, tapped
 from edgeq.errors import CheckpointError, UnsupportedError
-from edgeq.network.image_config import CLIP_MEAN, CLIP_STD
+from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
 
 CLIP = "clip"
 PATCH = "v.patch_embd"

@@ -133,6 +133,8 @@ class MQuantTower(Method):
             raise UnsupportedError(
                 f"--method mquant: {family.architecture} has a projector of one layer; supported: projectors of two"
             )
+        if config.project_eps and config.project_norm == "patch":
+            raise UnsupportedError(f"--method mquant: {family.architecture} has two norms before its projector; supported: one")
         if config.project_eps and not config.layer_norm:
             raise UnsupportedError(
                 f"--method mquant: {family.architecture} has RMS norms in its layers and a LayerNorm before the projector; "

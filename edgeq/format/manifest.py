@@ -24,7 +24,6 @@ FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "ssd_dt", "row_context", 
 """Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, adds up in a state
 from token to token, or is one of actions."""
 
-
 StackContents = dict[str, dict[str, Shape] | tuple[int, ...]]
 """Name of an array -> its shape;  name of a fused linear layer -> names and (rows, columns) of the layers fused in it."""
 
@@ -101,10 +100,11 @@ def patch_contents(config: VisionConfig) -> StackContents:
 
 def projector_contents(config: VisionConfig) -> StackContents:
     """What a tower has after its layers, in execution order."""
-    joined, contents = config.token_size, dict[str, dict[str, Shape] | tuple[int, ...]]()
+    joined, eps, contents = config.token_size, config.project_eps > 0, dict[str, dict[str, Shape] | tuple[int, ...]]()
     for p, norm in projectors(config):
         if norm != "none":
-            contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size, config.project_eps > 0)
+            contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size, eps and norm == "joined")
+        contents |= _norm(config, "vision.joined_norm", joined, True) if eps and norm == "patch" else {}
         contents |= {"vision.mean_norm": (joined,)} if config.averaged else {}
         if config.project_size:
             contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.activations import PLAIN
 from edgeq.network.draft_stack import DraftStack
-from edgeq.network.image_config import TILED, ImageConfig
+from edgeq.network.image_config import TILED, VARYING, ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.picture_texts import PictureTexts
 from edgeq.network.policy_stack import PolicyStack
@@ -49,8 +49,8 @@ class VisionConfig(Stack):
     patch_size            pixels of a side of a patch;  temporal_patch_size: frames of one
     merge                 merge x merge neighbouring patches are joined into one feature
     project_norm          the norm before the projector: over every "patch", over the "joined" ones, or "none"
-    project_eps           the norm over the joined is a LayerNorm with this eps, whatever norms the layers have (InternVL); 0:
-                          it is as theirs
+    project_eps           the norm over the joined is a LayerNorm with this eps, whatever norms the layers have (InternVL);
+                          after a project_norm over every patch if that is set (LFM2-VL); 0: it is as theirs, or there is none
     averaged              those that are joined are not side by side in it, but their mean, which has an RMS norm of its own
                           (Gemma 3); then project_norm is "patch"
     project_size          inner channels of the projector project.1(act(project.0(joined))); 0: it is project.1(joined)
@@ -62,6 +62,7 @@ class VisionConfig(Stack):
     position_rows         of a learned table that is added to the patches; 0: there is none.  The first is the class row's
     interpolated          the table is a square that is interpolated to the grid of each picture (Qwen3-VL); else it has a row
                           for each patch of the one size that pictures have
+    antialiased           it is resized to the grid as a picture is, with the filter "bilinear", and nothing rotates (SigLIP 2)
     class_row             a row without pixels comes before the patches, which see it (CLIP)
     class_feature         what becomes of it is the first feature; else it is dropped
     pre_norm              a norm before the first layer (CLIP)
@@ -93,6 +94,7 @@ class VisionConfig(Stack):
     averaged: bool = False
     texts: PictureTexts | None = None
     project_eps: float = 0.0
+    antialiased: bool = False
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -122,22 +124,16 @@ class VisionConfig(Stack):
             )
         if self.project_eps != 0:
             check_positive("project_eps", self.project_eps)
-            if self.project_norm != "joined" or self.tap_layers:
-                raise UnsupportedError("project_eps is supported with a project_norm over the 'joined', without tap_layers")
+            if self.project_norm == "none" or self.averaged or self.tap_layers:
+                raise UnsupportedError("project_eps is supported with a project_norm, without averaged and tap_layers")
         if self.project_size and self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
         self._check_positions()
         ropes = self.local_rope or self.layers_without_rope
         norms = self.post_norms or self.parallel or self.qk_norm_kind == "rotated" or self.normed_residual != "none"
         attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
-        if (
-            attention
-            or self.num_experts
-            or self.state_layers
-            or self.layer_scalars
-            or not self.alike
-            or (self.hidden_size_per_layer_input)
-        ):
+        layers = self.state_layers or self.layer_scalars or not self.alike or self.hidden_size_per_layer_input
+        if attention or self.num_experts or layers:
             raise UnsupportedError(
                 "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, rotated qk norms, "
                 "normed_residual, conv_layers, delta_net, ssd, attention_gate, attention_sinks, layer_scalars, "
@@ -146,7 +142,7 @@ class VisionConfig(Stack):
 
     def _check_positions(self) -> None:
         """FormatError: the table of positions does not fit; UnsupportedError: positions or a class row of another kind."""
-        for name in ("interpolated", "class_row", "class_feature", "pre_norm", "averaged"):
+        for name in ("interpolated", "class_row", "class_feature", "pre_norm", "averaged", "antialiased"):
             check_flag(name, getattr(self, name))
         check_integer("position_rows", self.position_rows, 0, MAX_POSITIONS)
         axial = self.rope.kind == "axial" and self.rope.axes == 2
@@ -158,10 +154,11 @@ class VisionConfig(Stack):
             raise UnsupportedError("a tower with a class_row and windows or an axial rope is not supported")
         if self.class_feature and (not self.class_row or self.merge > 1):
             raise FormatError("config vision: class_feature without a class_row, or beside joined patches")
-        if self.interpolated != (axial and self.position_rows > 0):
+        stretched = self.position_rows > 0 if axial else self.antialiased
+        if self.interpolated != stretched or (self.antialiased and (axial or self.class_row)):
             raise UnsupportedError(
-                f"a tower with a {self.rope.kind!r} rope, {self.position_rows} positions and interpolated {self.interpolated} "
-                "is not supported"
+                f"a tower with a {self.rope.kind!r} rope, {self.position_rows} positions, class_row {self.class_row}, "
+                f"interpolated {self.interpolated} and antialiased {self.antialiased} is not supported"
             )
         wanted = math.isqrt(self.position_rows) ** 2 if self.interpolated else self._patches + self.class_row
         if self.position_rows and self.position_rows != wanted:
@@ -171,16 +168,16 @@ class VisionConfig(Stack):
     @property
     def sizes_vary(self) -> bool:
         """Whether pictures differ in size."""
-        return self.image.sizing == "factor"
+        return self.image.sizing in VARYING
 
     @property
     def tokens_vary(self) -> bool:
         """Whether pictures differ in tokens: in size, or in how many tiles they are cut into."""
-        return self.image.sizing in ("factor", *TILED)
+        return self.image.sizing in (*VARYING, *TILED)
 
     def piece_tokens(self, tokens: int) -> int:
-        """Tokens of a run of the tower for a picture of at most `tokens`."""
-        return self.image.piece_tokens(self.token_edge) or tokens
+        """Tokens of a run of the tower, at most, for a picture of at most `tokens`."""
+        return self.image.piece_tokens(self.token_edge) or min(tokens, self.image.largest_piece(self.token_edge))
 
     @property
     def _patches(self) -> int:
@@ -311,8 +308,8 @@ class ModelConfig(Stack):
             raise UnsupportedError("a class_feature for a decoder with several rotary axes is not supported")
         if self.pooling is not None and self.tie_word_embeddings:
             raise FormatError("config has pooling and tie_word_embeddings; what embeds has no head to tie")
-        if self.conv_layers and (self.pooling or self.vision or self.num_experts):
-            raise UnsupportedError("conv_layers beside pooling, a vision tower or experts are not supported")
+        if self.conv_layers and (self.pooling or self.num_experts):
+            raise UnsupportedError("conv_layers beside pooling or experts are not supported")
         if (self.delta_net or self.ssd) and self.pooling:
             raise UnsupportedError("delta_net or ssd beside pooling is not supported")
         if self.ssd and self.vision:

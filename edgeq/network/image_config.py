@@ -1,7 +1,7 @@
 """How a picture becomes the pixels that a vision tower was trained on: a checked record of the configuration.
 
-The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3, Idefics3, GOT-OCR2), whose settings are
-in a checkpoint's preprocessor_config.json.
+The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3, Idefics3, GOT-OCR2, LFM2-VL), whose
+settings are in a checkpoint's preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -12,57 +12,22 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgeq.errors import FormatError, InputError, UnsupportedError
-from edgeq.pictures.tiling import MAX_TILED_EDGE, Tiling
+from edgeq.pictures.preprocessor import RESAMPLINGS, fields_of
+from edgeq.pictures.tiling import MAX_TILED_EDGE, Tiling, tile_pairs, tile_pairs_of_set
 
-TILED = ("tiles", "aspect")
+TILED = ("tiles", "aspect", "large")
 """Sizings with tiles."""
+VARYING = ("factor", "large")
+"""Sizings by which pictures, or the whole ones after their tiles, differ in size."""
 SIZINGS = ("factor", "crop", "fixed", *TILED)
-RESAMPLINGS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""By Pillow's numbers, which preprocessor_config.json has."""
 MAX_PIXELS = 1 << 26
 """The most of a picture as the tower reads it: Qwen3-VL's limit is 2^24."""
 MAX_EDGE = 1 << 13
 MAX_ASPECT = 200
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-GEMMA = "Gemma3ImageProcessor"
-"""As SigLIP's, unless it cuts long pictures ("pan and scan")."""
-QWEN, CLIP, SIGLIP = "Qwen2VLImageProcessor", "CLIPImageProcessor", "SiglipImageProcessor"
-PI0 = "PI0ImageProcessor"
-"""As SigLIP's for pictures as wide as high; others it pads, which a policy refuses."""
-LLAVA = "LlavaImageProcessor"
-"""As CLIP's, unless it pads."""
-IDEFICS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
-"""Which cut into tiles, and pad nothing: all tiles have one size."""
 MAX_TILES_A_SIDE = 32
-GOT = "GotOcr2ImageProcessor"
-"""InternVL's, which always cuts into tiles with it."""
 MAX_TILES = 64
 """Tiles of a picture that is cut by its aspect: a search goes through their pairs of rows and columns."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    QWEN: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
-    CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
-    LLAVA: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
-    SIGLIP: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}},
-    PI0: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"max_height": 224, "max_width": 224}, "do_pad": True},
-    GEMMA: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "size": {"height": 224, "width": 224}, "resample": 2},
-    GOT: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"height": 384, "width": 384}}
-    | {"min_patches": 1, "max_patches": 12},
-    **dict.fromkeys(
-        IDEFICS,
-        {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 1, "do_pad": True}
-        | {"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}},
-    ),
-}
-"""Values of keys that a preprocessor_config.json may leave out, by `image_processor_type`."""
-IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", "_valid_processor_keys", "do_convert_rgb",
-           "auto_map", "data_format", "input_data_format", "device", "return_tensors", "default_to_square",
-           "disable_grouping", "num_frames", "max_frames", "min_frames", "fps", "video_sampling",
-           "return_row_col_info", "crop_to_patches", "image_seq_length", "pan_and_scan_min_crop_size",
-           "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")  # fmt: skip
-"""Keys without influence on the pixels of a picture: it is always converted to RGB."""
-NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False, "do_pan_and_scan": False}
-SIZES = {"patch_size", "temporal_patch_size", "merge_size"}
-NEWER_FIELDS = ("tile", "longest_edge", "min_tiles", "max_tiles")
+NEWER_FIELDS = ("tile", "longest_edge", "min_tiles", "max_tiles", "tolerance", "least_edge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +40,11 @@ class ImageConfig:
                 edge becomes `longest_edge`, then both become multiples of `tile`, and what is larger than one tile is cut into
                 tiles, after which the whole picture comes as one (Idefics3); "aspect": it is resized to the rows and columns of
                 tiles, from min_tiles to max_tiles together, whose proportion is nearest to its own, and cut into them, after
-                which the whole picture comes as one where they are several (InternVL)
+                which the whole picture comes as one where they are several (InternVL); "large": as "factor", and what would
+                have more than `tolerance` times max_pixels comes in tiles as of "aspect" before it (LFM2-VL)
     resampling  the filter, by Pillow's name
     mean, std   of red, green and blue
+    least_edge  pixels that a shorter edge counts as where it is decided whether a picture is cut
 
     FormatError: a value of the wrong type or out of range.  UnsupportedError: an unknown kind.
     """
@@ -96,6 +63,8 @@ class ImageConfig:
     longest_edge: int = 0
     min_tiles: int = 0
     max_tiles: int = 0
+    tolerance: float = 0.0
+    least_edge: int = 0
 
     def __post_init__(self) -> None:
         for name, kinds in (("sizing", SIZINGS), ("resampling", RESAMPLINGS)):
@@ -103,10 +72,16 @@ class ImageConfig:
                 raise UnsupportedError(f"image {name} {value!r:.80} is not supported; supported: {', '.join(kinds)}")
         pixels, edge, tiles = ("min_pixels", "max_pixels"), ("height", "width"), ("tile", "longest_edge")
         aspect = ("tile", "min_tiles", "max_tiles")
-        used = {"factor": pixels, "crop": (*edge, "shortest_edge"), "fixed": edge, "tiles": tiles, "aspect": aspect}[
-            self.sizing
-        ]
-        for name in (*pixels, *edge, "shortest_edge", *tiles, *aspect[1:]):
+        used = {
+            "factor": pixels,
+            "crop": (*edge, "shortest_edge"),
+            "fixed": edge,
+            "tiles": tiles,
+            "aspect": aspect,
+            "large": (*pixels, *aspect, "least_edge"),
+        }[self.sizing]
+        _number("tolerance", self.tolerance, *((1e-3, 1e3) if self.sizing == "large" else (0.0, 0.0)))
+        for name in (*pixels, *edge, "shortest_edge", *tiles, *aspect[1:], "least_edge"):
             most = (MAX_PIXELS if name in pixels else MAX_TILES if name in aspect[1:] else MAX_EDGE) if name in used else 0
             value = getattr(self, name)
             if type(value) is not int or not min(1, most) <= value <= most:
@@ -138,26 +113,36 @@ class ImageConfig:
 
     def most_tokens(self, factor: int) -> int:
         """Tokens of `factor` x `factor` pixels that the largest picture has, by the file's own limits."""
-        if self.sizing in TILED:
-            tiles = math.prod(self.most_tiles)
-            return (tiles + (tiles > 1)) * self.piece_tokens(factor)
-        if self.sizing != "factor":
+        tiles = math.prod(self.most_tiles)
+        if self.sizing in VARYING:
+            return tiles * self._tile_tokens(factor) + self._whole_tokens(factor)
+        return (tiles + (tiles > 1)) * self.piece_tokens(factor) if tiles else self.piece_tokens(factor)
+
+    def largest_piece(self, factor: int) -> int:
+        """Tokens of the largest picture that is not cut, or of a tile, if that has more."""
+        if self.sizing not in VARYING:
             return self.piece_tokens(factor)
+        return max(self._whole_tokens(factor), self._tile_tokens(factor) if any(self.most_tiles) else 0)
+
+    def _whole_tokens(self, factor: int) -> int:
         most = max(1, self.max_pixels // factor**2)
         # Of a long narrow one the shorter edge is not rounded to zero.
         return max(most, math.isqrt(MAX_ASPECT * most))
 
+    def _tile_tokens(self, factor: int) -> int:
+        return (self.tile // factor) ** 2
+
     def check_token(self, factor: int) -> None:
         """FormatError: no picture has a token of `factor` x `factor` pixels."""
-        if not self.most_tokens(factor):
+        if not self.most_tokens(factor) or (any(self.most_tiles) and not self._tile_tokens(factor)):
             height, width = self.height or self.tile, self.width or self.tile
             raise FormatError(f"config vision: an image of {height} x {width} pixels has no token of {factor} x {factor}")
 
     @property
     def most_tiles(self) -> tuple[int, int]:
         """Rows and columns of tiles of the picture that has the most of both; 0, 0: none is cut."""
-        if self.sizing == "aspect":
-            return self.max_tiles, 1
+        if self.sizing in ("aspect", "large"):
+            return (self.max_tiles, 1) if self.sizing == "aspect" or self.max_tiles > 1 else (0, 0)
         edge = min(self.longest_edge, MAX_TILED_EDGE)
         # The other edge is rounded up to an even number.
         side = -(-(edge + edge % 2) // self.tile) if self.sizing == "tiles" else 0
@@ -165,7 +150,9 @@ class ImageConfig:
 
     def piece_tokens(self, factor: int) -> int:
         """Tokens of a picture, or of a tile, where all have one size; 0: they have not."""
-        return (self.tile // factor) ** 2 if self.tile else (self.height // factor) * (self.width // factor)
+        if self.sizing in VARYING:
+            return 0
+        return self._tile_tokens(factor) if self.tile else (self.height // factor) * (self.width // factor)
 
     def tiling(self, height: int, width: int, factor: int, most_tokens: int) -> Tiling:
         """How a picture is cut into tiles; `factor`, `most_tokens`: as of `size_of`.
@@ -173,6 +160,8 @@ class ImageConfig:
         InputError: as `size_of`, or one tile has more tokens than may be.
         """
         _check_shape(height, width)
+        if self.sizing == "large":
+            return self._tiling_of_large(height, width, factor, most_tokens)
         each = self.piece_tokens(factor)
         for found in self._tilings(height, width):
             if found.pieces * each <= most_tokens:
@@ -183,10 +172,23 @@ class ImageConfig:
         """The processor's, and then those that fewer tiles would give."""
         if self.sizing == "aspect":
             for most in range(self.max_tiles, 0, -1):
-                yield Tiling.nearest(height, width, self.tile, min(self.min_tiles, most), most)
+                pairs = tile_pairs(min(self.min_tiles, most), most)
+                yield Tiling.nearest(height, width, self.tile, pairs, (self.tile, self.tile))
         else:
             for side in range(-(-self.longest_edge // self.tile), 0, -1):
                 yield Tiling.of(height, width, min(self.longest_edge, side * self.tile), self.tile)
+
+    def _tiling_of_large(self, height: int, width: int, factor: int, most_tokens: int) -> Tiling:
+        """LFM2-VL's, or with fewer tiles, or none."""
+        rows, columns = (max(self.least_edge, round(edge / factor) * factor) for edge in (height, width))
+        whole = _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, 1)
+        if rows * columns > self.max_pixels * self.tolerance and self.max_tiles > 1:
+            for most in range(self.max_tiles, self.min_tiles - 1, -1):
+                found = Tiling.nearest(height, width, self.tile, tile_pairs_of_set(self.min_tiles, most), whole)
+                tokens = found.rows * found.columns * self._tile_tokens(factor) + whole[0] * whole[1] // factor**2
+                if found.pieces > 1 and tokens <= most_tokens:
+                    return found
+        return Tiling(whole, whole, 0, 0)
 
     def size_of(self, height: int, width: int, factor: int, most_tokens: int) -> tuple[int, int]:
         """Height and width to which a picture is resized, before it is cropped.
@@ -197,7 +199,7 @@ class ImageConfig:
         """
         _check_shape(height, width)
         if self.sizing == "factor":
-            return _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens)
+            return _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, 0)
         tokens = self.most_tokens(factor)
         if tokens > most_tokens:
             raise InputError(f"every picture has {tokens} tokens for this model, and {most_tokens} are allowed")
@@ -224,82 +226,8 @@ class ImageConfig:
 
     @classmethod
     def from_preprocessor(cls, data: Any, sizes: Mapping[str, int]) -> ImageConfig:
-        """The settings of a preprocessor_config.json.
-
-        sizes   `patch_size`, `temporal_patch_size` and `merge_size` of the vision tower; where the file has them too they must
-                be the same
-
-        UnsupportedError: another processor, or a key or a value that is not supported.  FormatError: not sound.
-        """
-        if not isinstance(data, dict):
-            raise FormatError("preprocessor_config.json is not a JSON object")
-        found = data.get("image_processor_type", data.get("feature_extractor_type"))
-        kind = str(found).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
-        if kind not in DEFAULTS:
-            raise UnsupportedError(
-                f"preprocessor_config.json: image_processor_type {found!r:.80} is not supported; supported: "
-                f"{', '.join(DEFAULTS)}"
-            )
-        given = {**DEFAULTS[kind], **{key: value for key, value in data.items() if key not in IGNORED and value is not None}}
-        neutral = NEUTRAL | ({"do_pad": True, "do_image_splitting": True} if kind in IDEFICS else {})
-        if kind == PI0:
-            size = given["size"] if isinstance(given["size"], dict) else {}
-            neutral |= {"do_pad": True, "pad_size": given.get("pad_size")}
-            given["size"] = {key: size.get(f"max_{key}") for key in ("height", "width")}
-        for key, expected in [*neutral.items(), *((key, sizes.get(key, 1)) for key in sorted(SIZES))]:
-            if (value := given.pop(key, expected)) != expected:
-                raise UnsupportedError(f"preprocessor_config.json: {key} {value!r:.80} is not supported; only {expected!r} is")
-        rescale, normalize = given.pop("do_rescale", True), given.pop("do_normalize", True)
-        factor, mean, std = given.pop("rescale_factor", 1 / 255), given.pop("image_mean"), given.pop("image_std")
-        number = given.pop("resample", 3)
-        if type(number) is not int or not 0 <= number < len(RESAMPLINGS):
-            raise UnsupportedError(f"preprocessor_config.json: resample {number!r:.80} is not supported; expected 0 to 5")
-        size = _sizes(kind, given)
-        if given:
-            raise UnsupportedError(f"preprocessor_config.json: keys {', '.join(sorted(map(str, given)))} are not supported")
-        return cls(
-            mean=_three(mean) if normalize else (0.0,) * 3,
-            std=_three(std) if normalize else (1.0,) * 3,
-            resampling=RESAMPLINGS[number],
-            rescale=factor if rescale else 1.0,
-            **size,
-        )
-
-
-def _sizes(kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Fields that say what size a picture gets, from keys that are removed from `given`."""
-    size = given.pop("size")
-    if kind in IDEFICS:
-        edges = {"size": size, "max_image_size": given.pop("max_image_size")}
-        for key, value in edges.items():
-            if not isinstance(value, dict) or set(value) != {"longest_edge"}:
-                raise UnsupportedError(f"preprocessor_config.json: {key} {value!r:.80} is not supported; expected longest_edge")
-        longest, tile = (value["longest_edge"] for value in edges.values())
-        return {"sizing": "tiles", "longest_edge": longest, "tile": tile}
-    if kind == QWEN:
-        # Files before transformers 5 have the limits outside `size`.
-        edges = size if isinstance(size, dict) else {}
-        least, most = (edges.get(key, DEFAULTS[QWEN]["size"][key]) for key in ("shortest_edge", "longest_edge"))
-        least = given.pop("min_pixels", edges.get("min_pixels", least))
-        most = given.pop("max_pixels", edges.get("max_pixels", most))
-        return {"sizing": "factor", "min_pixels": least, "max_pixels": most}
-    if kind == GOT:
-        # Keys without use here that its published files have.
-        for key in ("crop_size", "do_center_crop"):
-            if given.get(key) is None:
-                given.pop(key, None)
-        height, width = _edges("size", size)
-        if height != width:
-            raise UnsupportedError(f"preprocessor_config.json: size {height} x {width} is not supported; expected a square")
-        least, most = given.pop("min_patches"), given.pop("max_patches")
-        return {"sizing": "aspect", "tile": height, "min_tiles": least, "max_tiles": most}
-    crop, crops = given.pop("crop_size", None), given.pop("do_center_crop", kind in (CLIP, LLAVA))
-    if not crops:
-        height, width = _edges("size", size)
-        return {"sizing": "fixed", "height": height, "width": width}
-    edge = size.get("shortest_edge") if isinstance(size, dict) and set(size) == {"shortest_edge"} else size
-    height, width = _edges("crop_size", crop)
-    return {"sizing": "crop", "shortest_edge": edge, "height": height, "width": width}
+        """The settings of a preprocessor_config.json; `sizes` and errors: as of `fields_of`."""
+        return cls(**fields_of(data, sizes))
 
 
 def _check_shape(height: int, width: int) -> None:
@@ -307,25 +235,15 @@ def _check_shape(height: int, width: int) -> None:
         raise InputError(f"{width} x {height} pixels: more than {MAX_ASPECT} times as long as wide; crop it")
 
 
-def _edges(key: str, size: Any) -> tuple[Any, Any]:
-    """Height and width of {"height": h, "width": w}, or of a number."""
-    if isinstance(size, dict) and set(size) == {"height", "width"}:
-        return size["height"], size["width"]
-    if type(size) is int:
-        return size, size
-    raise UnsupportedError(f"preprocessor_config.json: {key} {size!r:.80} is not supported; expected height and width")
+def _multiple(height: int, width: int, factor: int, least: int, most: int, most_tokens: int, first: int) -> tuple[int, int]:
+    """The rule of Qwen2-VL's processor, but never more than `most_tokens`.
 
-
-def _three(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,) * 3
-
-
-def _multiple(height: int, width: int, factor: int, least: int, most: int, most_tokens: int) -> tuple[int, int]:
-    """The rule of Qwen2-VL's processor, but never more than `most_tokens`."""
+    first   the least rows and columns of tokens of a picture before it is enlarged: 0, or 1 as of LFM2-VL's
+    """
     most = min(most, most_tokens * factor**2)
     least = min(least, most)
     # Python's `round`, to even, is that of the processor.
-    rows, columns = round(height / factor), round(width / factor)
+    rows, columns = max(first, round(height / factor)), max(first, round(width / factor))
     if rows * columns * factor**2 > most:
         beta = math.sqrt((height * width) / most)
         rows = max(1, math.floor(height / beta / factor))

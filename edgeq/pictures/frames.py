@@ -25,12 +25,18 @@ def patch_places(grid: Grid, merge: int) -> NDArray[np.int32]:
     return np.stack(blocks)
 
 
-def interpolated(table: NDArray[np.float32], grid: Grid, merge: int) -> NDArray[np.float32]:
+def interpolated(table: NDArray[np.float32], grid: Grid, config: VisionConfig) -> NDArray[np.float32]:
     """Positions float32 [patches, hidden_size] of a frame, in the order of `patch_places`.
 
-    table   float32 [side, side, hidden_size], stretched so that its corners lie on those of the frame, linear in between
+    table   float32 [side, side, hidden_size], stretched so that its corners lie on those of the frame, linear in between; with
+            `antialiased` so that its edges do, each patch the mean of what is within its width, weighted by a triangle
     """
     _, rows, columns = grid
+    if config.antialiased:
+        down, across = (_triangles(table.shape[axis], size) for axis, size in enumerate((rows, columns)))
+        table = np.einsum("ri,cj,ijh->rch", down, across, table, optimize=True)
+        row, column = patch_places(grid, config.merge)
+        return np.asarray(table[row, column], np.float32)
     for axis, size in enumerate((rows, columns)):
         side = table.shape[axis]
         at = np.arange(size) * ((side - 1) / max(size - 1, 1))
@@ -38,8 +44,16 @@ def interpolated(table: NDArray[np.float32], grid: Grid, merge: int) -> NDArray[
         share = (at - low).astype(np.float32).reshape((size, 1, 1) if axis == 0 else (1, size, 1))
         high = np.minimum(low + 1, side - 1)
         table = table.take(low, axis) * (1 - share) + table.take(high, axis) * share
-    row, column = patch_places(grid, merge)
+    row, column = patch_places(grid, config.merge)
     return np.asarray(table[row, column], np.float32)
+
+
+def _triangles(side: int, size: int) -> NDArray[np.float32]:
+    """Shares [size, side] of `side` values in the mean of each of `size`, as torch's bilinear filter with antialiasing."""
+    scale = side / size
+    reach, centre = max(scale, 1.0), scale * (np.arange(size)[:, None] + 0.5)
+    shares = np.maximum(1 - np.abs(np.arange(side) + 0.5 - centre) / reach, 0)
+    return np.asarray(shares / shares.sum(1, keepdims=True), np.float32)
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,13 @@ def read_picture(source: str | os.PathLike[str] | bytes | Image, vision: VisionC
         raise InputError(f"a picture is {type(source).__name__}; expected a path, bytes or a PIL.Image.Image")
     head, _, data = answer.partition(b"\n")
     facts = json.loads(head)
-    height, width = facts["height"], facts["width"]
-    grid, values = (1, height // edge * vision.merge, width // edge * vision.merge), _values(vision)
-    pieces = [
-        Picture(_levels(each, vision), grid, _digest(grid, each), values=values, frames=vision.temporal_patch_size, whole=False)
-        for each in np.frombuffer(data, np.uint8).reshape(-1, height, width, 3)
-    ]
+    values, pixels, pieces, done = _values(vision), np.frombuffer(data, np.uint8), list[Picture](), 0
+    for height, width in facts["sizes"]:
+        grid = (1, height // edge * vision.merge, width // edge * vision.merge)
+        each = pixels[done : done + 3 * height * width].reshape(height, width, 3)
+        done += each.size
+        frames = vision.temporal_patch_size
+        pieces.append(Picture(_levels(each, vision), grid, _digest(grid, each), values=values, frames=frames, whole=False))
     notes, size = tuple(f"{name}: {note}" for note in facts["notes"]), tuple(facts["size"])
     read_s = perf_counter() - started
     found = replace(pieces[-1], size=size, notes=notes, read_s=read_s, whole=True)
@@ -255,7 +256,7 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
         if ours:
             image.close()
         image = turned
-    sizes = (size, (settings.tile, settings.tile)) if settings.sizing == "aspect" else (size,)
+    sizes = (size, tiling.whole) if tiling and any(tiling.whole) else (size,)
     image, *whole = _resized(image, sizes, pillow.Resampling[settings.resampling.upper()], 3.0 if large else None, ours)
     if settings.sizing == "factor" and size != settings.size_of(height, width, edge, settings.most_tokens(edge)):
         notes.append(f"shrunk to {size[1]} x {size[0]}, for at most {most_tokens} tokens")
@@ -267,7 +268,7 @@ def _prepared(image: Image, settings: ImageConfig, edge: int, most_tokens: int, 
         pieces, facts["tiling"] = _tiles(image, tiling, settings, *whole), (tiling.rows, tiling.columns)
         if tiling != settings.tiling(height, width, edge, settings.most_tokens(edge)):
             notes.append(f"cut into {len(pieces)} tiles, the whole among them, for at most {most_tokens} tokens")
-    facts |= {"height": pieces[0].height, "width": pieces[0].width}
+    facts["sizes"] = [(each.height, each.width) for each in pieces]
     return json.dumps(facts).encode() + b"\n" + b"".join(each.tobytes() for each in pieces)
 
 

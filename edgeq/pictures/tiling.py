@@ -1,8 +1,9 @@
-"""How processors cut a picture into tiles: by a longest edge (Idefics3), or by the proportion of its edges (GOT-OCR2)."""
+"""How processors cut a picture into tiles: by a longest edge (Idefics3), or by its proportion (GOT-OCR2, LFM2-VL)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_TILED_EDGE = 4096
@@ -12,13 +13,15 @@ MAX_TILED_EDGE = 4096
 @dataclass(frozen=True)
 class Tiling:
     """How a picture is cut: resized to `first`, then to `size`, height and width each, which are rows x columns tiles; where it
-    is one tile, rows and columns are 0.  What is cut by its aspect is resized once, and as a whole apart.
+    is one tile, rows and columns are 0.  What is cut by its aspect is resized once, and as a whole apart, to `whole`; 0, 0: the
+    whole one is made of the tiled one.
     """
 
     first: tuple[int, int]
     size: tuple[int, int]
     rows: int
     columns: int
+    whole: tuple[int, int] = (0, 0)
 
     @property
     def pieces(self) -> int:
@@ -26,21 +29,20 @@ class Tiling:
         return self.rows * self.columns + 1
 
     @classmethod
-    def nearest(cls, height: int, width: int, tile: int, least: int, most: int) -> Tiling:
-        """The rule of GOT-OCR2's processor.  Of two that are as near the one with more tiles is taken, if the picture has more
-        than half as many pixels as that.
+    def nearest(cls, height: int, width: int, tile: int, pairs: Sequence[tuple[int, int]], whole: tuple[int, int]) -> Tiling:
+        """The rule of GOT-OCR2's processor and of LFM2-VL's.  Of two that are as near the later one is taken, if the picture
+        has more than half as many pixels as that.
 
-        least, most   tiles, at most 64
+        pairs   of columns and rows, those with more tiles later
         """
         aspect, best, nearest = width / height, (1, 1), math.inf
-        pairs = [(c, r) for c in range(1, most + 1) for r in range(1, most // c + 1) if c * r >= least]
-        for columns, rows in sorted(pairs, key=math.prod):
+        for columns, rows in pairs:
             apart = abs(aspect - columns / rows)
             if apart < nearest or apart == nearest and height * width > 0.5 * tile * tile * columns * rows:
                 best, nearest = (columns, rows), apart
         columns, rows = best
         size = rows * tile, columns * tile
-        return cls(size, size, *((rows, columns) if rows * columns > 1 else (0, 0)))
+        return cls(size, size, rows, columns, whole) if rows * columns > 1 else cls(size, size, 0, 0)
 
     @classmethod
     def of(cls, height: int, width: int, longest: int, tile: int) -> Tiling:
@@ -56,6 +58,24 @@ class Tiling:
             size = along, -(-int(along * aspect) // tile) * tile
         rows, columns = size[0] // tile, size[1] // tile
         return cls(first, size, *((rows, columns) if rows * columns > 1 else (0, 0)))
+
+
+def tile_pairs(least: int, most: int) -> list[tuple[int, int]]:
+    """Columns and rows of `least` to `most` tiles, as GOT-OCR2's processor goes through them."""
+    pairs = [(c, r) for c in range(1, most + 1) for r in range(1, most // c + 1) if c * r >= least]
+    return sorted(pairs, key=math.prod)
+
+
+def tile_pairs_of_set(least: int, most: int) -> list[tuple[int, int]]:
+    """The same as LFM2-VL's processor does: pairs of as many tiles follow one another as in a set that grew in this order."""
+    found = {
+        (c, r)
+        for n in range(least, most + 1)
+        for c in range(1, n + 1)
+        for r in range(1, n + 1)
+        if least <= c * r <= most
+    }  # fmt: skip
+    return sorted(found, key=math.prod)
 
 
 def _longest(height: int, width: int, longest: int, even: bool = False) -> tuple[int, int]:

@@ -106,7 +106,8 @@ def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
     yield Select(-1, (last, *taps), outs, config.merge**2)
     for place, (joined, (p, kind)) in enumerate(zip(outs, projectors(config), strict=True)):
         if config.project_eps:
-            gain, bias = (metadata.arrays[f"{p}norm{end}"] for end in ("", "_bias"))
+            name = "vision.joined_norm" if kind == "patch" else f"{p}norm"
+            gain, bias = (metadata.arrays[f"{name}{end}"] for end in ("", "_bias"))
             yield LayerNorm(-1, joined, gain, bias, config.project_eps, joined)
         elif kind == "joined":
             yield norm(metadata, config, -1, joined, f"{p}norm", joined)
@@ -224,7 +225,7 @@ class Tower:
             spans = np.zeros((len(frame.spans), 2, count), np.int32)
             spans[:, 1] = count
         if self._table is not None:
-            pixels = np.concatenate([pixels, interpolated(self._table, grid, self.config.merge)], axis=1)
+            pixels = np.concatenate([pixels, interpolated(self._table, grid, self.config)], axis=1)
         return Rows(
             tokens=np.zeros(count, np.int32),
             positions=slots[None] if self.config.rope.kind == "learned" else frame.places,

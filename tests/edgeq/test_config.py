@@ -89,6 +89,19 @@ AVERAGED_TOWER = replace(
     texts=PictureTexts(place="<picture>", shown="(<token>)"),
 )
 AVERAGED = replace(PLAIN, vision=AVERAGED_TOWER, whole_pictures=True)
+NAFLEX_TOWER = replace(
+    TILED_TOWER,
+    image=ImageConfig(sizing="large", mean=(0.5,) * 3, std=(0.5,) * 3, tile=56, min_tiles=2, max_tiles=4, min_pixels=784,
+                      max_pixels=3136, tolerance=1.5, least_edge=14),
+    position_rows=9,
+    interpolated=True,
+    antialiased=True,
+    project_norm="patch",
+    project_eps=1e-5,
+    project_size=24,
+    project_act="gelu",
+)  # fmt: skip
+NAFLEX = replace(PLAIN, conv_layers=(0,), conv_taps=3, vision=NAFLEX_TOWER)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OLMO = replace(PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="whole")
@@ -159,6 +172,7 @@ WRITTEN = [
     TILED,
     TAPPED,
     AVERAGED,
+    NAFLEX,
     BLOOM,
 ]
 
@@ -593,13 +607,19 @@ def test_values_of_a_tower_out_of_range_are_named(keys: dict[str, Any], kind: ty
         (LLAVA, {"class_row": False, "position_rows": 4, "class_feature": True}, FormatError, "without a class_row"),
         (LLAVA, {"window_size": 1, "window_layers": [0]}, UnsupportedError, "class_row and windows"),
         (LLAVA, {"merge": 2, "class_feature": True}, FormatError, "class_feature .* beside joined patches"),
-        (LLAVA, {"project_eps": 1e-5}, UnsupportedError, "project_eps is supported with a project_norm over the 'joined'"),
+        (LLAVA, {"project_eps": 1e-5}, UnsupportedError, "project_eps is supported with a project_norm, without"),
+        (NAFLEX, {"antialiased": 1}, FormatError, "antialiased is 1"),
+        (NAFLEX, {"antialiased": False}, UnsupportedError, "interpolated True and antialiased False"),
+        (NAFLEX, {"interpolated": False}, UnsupportedError, "interpolated False and antialiased True"),
+        (NAFLEX, {"position_rows": 8}, FormatError, "position_rows is 8; expected a square"),
+        (TAPPED, {"antialiased": True}, UnsupportedError, "'axial' rope, 9 positions, .* antialiased True"),
+        (NAFLEX, {"patch_size": 56}, FormatError, "has no token of"),
         (TILED, {"project_norm": "joined", "project_eps": -1}, FormatError, "project_eps is -1"),
         (TILED, {"project_norm": "joined", "project_eps": None}, FormatError, "project_eps is None"),
         (TILED, {"qk_norm": True, "qk_norm_kind": "rotated"}, UnsupportedError, "rotated qk norms"),
-        (LLAVA, {"interpolated": True}, UnsupportedError, "'learned' rope, 5 positions and interpolated True"),
+        (LLAVA, {"interpolated": True}, UnsupportedError, "'learned' rope, 5 positions, .* interpolated True"),
         (TAPPED, {"position_rows": 8}, FormatError, "position_rows is 8; expected a square"),
-        (TAPPED, {"interpolated": False}, UnsupportedError, "'axial' rope, 9 positions and interpolated False"),
+        (TAPPED, {"interpolated": False}, UnsupportedError, "'axial' rope, 9 positions, .* interpolated False"),
         (TAPPED, {"tap_layers": [0, 2]}, FormatError, "tap_layers must be ascending integers from 0 to 1"),
         (TAPPED, {"tap_layers": [1, 0]}, FormatError, "tap_layers must be ascending"),
         (TAPPED, {"num_hidden_layers": 3, "tap_layers": [0, 1, 2]}, FormatError, "3 tap_layers for 2 layers"),

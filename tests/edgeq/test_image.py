@@ -17,8 +17,10 @@ import pytest
 from PIL import Image
 
 from edgeq.errors import InputError
-from edgeq.network.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
+from edgeq.network.image_config import ImageConfig
 from edgeq.pictures.image import EXACT_PIXELS, MAX_PIXELS, PICTURE_LIMITS, Picture, read_picture
+from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
+from tests.edgeq import lfm2_vl_processor
 
 MODES = ("RGB", "L", "1", "P", "P with alpha", "LA", "RGBA", "CMYK")
 SIZES = ((1, 1), (1, 2), (3, 1), (27, 41), (140, 56), (13, 2000), (401, 300))
@@ -144,6 +146,55 @@ def test_tiles_are_those_of_transformers_for_pictures_of_every_shape() -> None:
             assert asked == [found.size]
             assert found.pieces <= settings.most_tokens(edge)
             assert (found.rows * edge, found.columns * edge) == (found.size if found.pieces > 1 else (0, 0))
+
+
+def test_sizes_and_tiles_of_large_pictures_are_those_of_transformers() -> None:
+    """As published, and with settings by which edges of less than a patch and proportions between two tilings count."""
+    theirs = lfm2_vl_processor.processor()
+    given: tuple[dict[str, Any], ...] = (
+        {},
+        {"max_tiles": 4, "min_image_tokens": 200, "tile_size": 256},
+        {"max_image_tokens": 4, "min_image_tokens": 1, "max_pixels_tolerance": 1.0, "tile_size": 64},
+        {"do_image_splitting": False},
+    )
+    counts = []
+    for number, other in enumerate(given):
+        kinds = {"min_image_tokens": 64, "max_image_tokens": 256, "max_pixels_tolerance": 2.0, **other}
+        settings = ImageConfig.from_preprocessor(
+            {"image_processor_type": "Lfm2VlImageProcessorFast", **kinds}, {"patch_size": 16, "merge_size": 2}
+        )
+        shapes = np.random.default_rng(number).integers(1, 2500, (60, 2)).tolist()
+        for height, width in [*shapes, (800, 2000), (2000, 800), (7, 900), (15, 300), (16, 300), (40, 16), (32, 33)]:
+            if max(height, width) > 200 * min(height, width):
+                continue
+            sizes = {"downsample_factor": 2, "encoder_patch_size": 16}
+            limits = {key: kinds[key] for key in ("min_image_tokens", "max_image_tokens")}
+            found = settings.tiling(height, width, 32, EVERY)
+            columns, rows = theirs.smart_resize(height, width, **sizes, **limits)
+            whole = found.whole if found.pieces > 1 else found.size
+            assert whole == (rows, columns), (height, width)
+            large = {key: kinds[key] for key in ("max_image_tokens", "max_pixels_tolerance")}
+            cut = "do_image_splitting" not in kinds and theirs._is_image_too_large(height, width, **sizes, **large)
+            assert (found.pieces > 1) == cut, (height, width)
+            if cut:
+                tile = kinds.get("tile_size", 512)
+                grid = theirs._get_grid_layout(height, width, 2, kinds.get("max_tiles", 10), tile)
+                assert (found.columns, found.rows, found.size[1], found.size[0]) == grid[:4], (height, width)
+            tokens = found.rows * found.columns * (settings.tile // 32) ** 2 + whole[0] * whole[1] // 1024
+            assert tokens <= settings.most_tokens(32)
+            counts.append((number, cut))
+    assert {(0, True), (0, False), (2, True), (3, False)} <= set(counts) and (3, True) not in counts
+
+
+@pytest.mark.parametrize(("most", "pieces"), [(1, 1), (6, 1), (9, 1), (10, 1), (13, 1), (14, 3), (21, 3), (22, 5), (99, 5)])
+def test_a_large_picture_never_has_more_tokens_than_it_may(most: int, pieces: int) -> None:
+    settings = ImageConfig(
+        sizing="large", mean=(0.5,) * 3, std=(0.5,) * 3, tile=28, min_tiles=2, max_tiles=4, min_pixels=392, max_pixels=1176,
+        tolerance=2.0, least_edge=7,
+    )  # fmt: skip
+    found = read_picture(drawn("RGB", 96, 64), tower(settings, 1, 1), most)
+    assert len(found.tiles) == pieces and sum(len(each.patches) for each in found.pieces) <= most
+    assert len(found.notes) == (most < 22) and (not found.notes or f"for at most {most} tokens" in found.notes[0])
 
 
 def test_tiles_by_aspect_are_those_of_transformers_for_pictures_of_every_shape() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from edgeq.errors import EdgeqError, FormatError, UnsupportedError
-from edgeq.network.image_config import CLIP_MEAN, CLIP_STD, ImageConfig
+from edgeq.network.image_config import ImageConfig
+from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
 
 SIZES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 QWEN: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056, **SIZES}
@@ -15,6 +16,7 @@ CLIP: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor", "size": {"
 SIGLIP: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}}
 TILES: dict[str, Any] = {"image_processor_type": "Idefics3ImageProcessor"}
 GOT: dict[str, Any] = {"image_processor_type": "GotOcr2ImageProcessor"}
+LFM: dict[str, Any] = {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 14, "tile_size": 504}
 READ = {
     "published Qwen2-VL": (QWEN, {"sizing": "factor", "min_pixels": 3136, "max_pixels": 12845056}),
     "Qwen2-VL by transformers 5": (
@@ -51,6 +53,15 @@ READ = {
         | {"crop_to_patches": False, "crop_size": None, "do_center_crop": None, "min_patches": 1},
         {"sizing": "aspect", "tile": 448, "min_tiles": 1, "max_tiles": 12, "height": 0},
     ),
+    "LFM2-VL": (
+        LFM | {"size": {"height": 512, "width": 512}, "crop_size": None, "max_num_patches": 1024, "downsample_factor": 1},
+        {"sizing": "large", "tile": 504, "min_tiles": 2, "max_tiles": 10, "min_pixels": 12544, "max_pixels": 50176}
+        | {"tolerance": 2.0, "least_edge": 14, "resampling": "bilinear", "mean": (0.5,) * 3},
+    ),
+    "LFM2-VL that cuts nothing": (
+        LFM | {"do_image_splitting": False, "downsample_factor": 1},
+        {"sizing": "large", "min_tiles": 1, "max_tiles": 1, "mean": (0.5,) * 3},
+    ),
     "GOT-OCR2 by its defaults": (
         {"image_processor_type": "GotOcr2ImageProcessor"},
         {"sizing": "aspect", "tile": 384, "min_tiles": 1, "max_tiles": 12},
@@ -81,6 +92,12 @@ REFUSED = {
     "tiles of other sizes": (TILES | {"do_pad": False}, UnsupportedError, "do_pad False"),
     "tiles by two edges": (TILES | {"max_image_size": {"height": 3}}, UnsupportedError, "max_image_size .* longest_edge"),
     "tiles that are no squares": (GOT | {"size": {"height": 9, "width": 8}}, UnsupportedError, "9 x 8 .* expected a square"),
+    "no whole one": (LFM | {"use_thumbnail": False}, UnsupportedError, "use_thumbnail False"),
+    "one tile of a large one": (LFM | {"min_tiles": 1}, UnsupportedError, "min_tiles 1 with max_tiles 10"),
+    "tiles of a part of a token": (LFM | {"tile_size": 100}, UnsupportedError, "tile_size 100 .* a multiple of 28"),
+    "tokens as text": (LFM | {"max_image_tokens": "9"}, FormatError, "max_image_tokens is '9'"),
+    "other patches than the tower's": (LFM | {"encoder_patch_size": 16}, UnsupportedError, "encoder_patch_size 16"),
+    "a tolerance of nothing": (LFM | {"max_pixels_tolerance": 0}, FormatError, "tolerance is 0"),
     "tiles cropped": (GOT | {"crop_size": 9}, UnsupportedError, "keys crop_size"),
     "more tiles than are tried": (GOT | {"max_patches": 65}, FormatError, "max_tiles is 65; expected an integer from 1 to 64"),
     "fewer tiles at most": (GOT | {"min_patches": 13}, FormatError, "min_tiles is 13, above max_tiles, 12"),
@@ -132,6 +149,8 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         "2 tiles of 8192 x 8192 pixels; expected at most 67108864",
     ),
     "tiles that are not used": ({"max_tiles": 6}, "max_tiles is 6"),
+    "an edge of no tiles": ({"least_edge": 7}, "least_edge is 7"),
+    "a tolerance that is not used": ({"tolerance": 2.0}, "tolerance is 2.0"),
     "a tile that is not used": ({"tile": 14}, "image tile is 14"),
     "filter": ({"resampling": "x" * 1000}, "image resampling"),
     "pixels": ({"max_pixels": 1 << 50}, "max_pixels"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from edgeq.network.image_config import CLIP_MEAN, CLIP_STD
+from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
 from edgeq.tools.cli.entry import Command
 from edgeq.tools.cli.terminal import note
 from edgeq.tools.lab.signs import CHARACTERS, COLORS, HEIGHT, WIDTH, draw, question

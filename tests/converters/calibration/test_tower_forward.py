@@ -29,7 +29,8 @@ TOLERANCE = 1e-3
 """As a share of the largest; the runtime keeps keys and values in f16."""
 FAMILIES, OTHERS = (
     ("taps", "clip_llama"),
-    ("siglip_qwen2", "clip_mistral", "windows", "states", "states_experts", "tiles", "averaged", "aspect", "aspect_rms"),
+    ("siglip_qwen2", "clip_mistral", "windows", "states", "states_experts", "tiles", "averaged", "aspect", "aspect_rms")
+    + ("naflex",),
 )
 
 

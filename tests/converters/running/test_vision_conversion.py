@@ -408,6 +408,40 @@ def test_what_a_layer_of_an_internvl_adds_has_its_factors_in_its_rows(aspect: Pa
     assert np.array_equal(table[1 + 2], wanted.numpy())
 
 
+@pytest.fixture(scope="module")
+def naflex(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("naflex"), "naflex")
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "message"),
+    [
+        ({"text_config": 3}, CheckpointError, "text_config is 3; expected an object"),
+        ({"text_config__model_type": "lfm2_moe"}, UnsupportedError, "text_config: model_type 'lfm2_moe' is not supported"),
+        ({"vision_config__model_type": "clip_vision_model"}, UnsupportedError, "supported: siglip2_vision_model"),
+        ({"vision_config__num_patches": 24}, CheckpointError, "num_patches is 24; expected a square"),
+        ({"vision_config__num_channels": 1}, UnsupportedError, "num_channels is 1"),
+        ({"downsample_factor": 5}, CheckpointError, "downsample_factor is 5; expected an integer from 1 to 4"),
+        ({"downsample_factor": 1}, UnsupportedError, "downsample_factor 2 is not supported; only 1 is"),
+        ({"projector_hidden_size": "80"}, CheckpointError, "projector_hidden_size is 80; expected an integer"),
+        ({"projector_bias": 1}, CheckpointError, "projector_bias is 1; expected true or false"),
+        ({"projector_use_layernorm": None}, CheckpointError, "projector_use_layernorm is None"),
+        ({"vision_feature_layer": -2}, UnsupportedError, "vision_feature_layer is -2"),
+        ({"use_image_special_tokens": False}, UnsupportedError, "use_image_special_tokens is False"),
+    ],
+)
+def test_what_an_lfm2_vl_cannot_have_is_named(naflex: Path, keys: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        changed(naflex, **keys)
+
+
+def test_colours_of_a_pixel_of_an_lfm2_vl_are_neighbours_in_its_matrix(naflex: Path, tmp_path: Path) -> None:
+    file, tensors = made(naflex, tmp_path / "m.edgeq", method="none", dtype="f32"), load_file(naflex / "model.safetensors")
+    stored = next(tensor for name, tensor in tensors.items() if name.endswith("embeddings.patch_embedding.weight"))
+    patch = file.array(file.metadata.linears["vision.patch"].weights[0].arrays["q"]).transpose(0, 2, 1).reshape(-1, 108)[:96]
+    assert np.array_equal(patch.reshape(96, 3, 6, 6), stored.numpy().reshape(96, 6, 6, 3).transpose(0, 3, 1, 2))
+
+
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [

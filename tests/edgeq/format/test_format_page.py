@@ -18,6 +18,7 @@ from test_config import (
     EXPERTS,
     GEMMA,
     GEMMA_4,
+    NAFLEX_TOWER,
     OPT,
     PLAIN,
     STATE_SPACE,
@@ -175,7 +176,7 @@ def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
     }
     found = {
         re.sub(r"taps\.\d+", "taps.N", name)
-        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER, replace(TOWER, averaged=True, project_norm="patch"))
+        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER, replace(TOWER, averaged=True, project_norm="patch"), NAFLEX_TOWER)
         for name in (*manifest.patch_contents(vision), *manifest.projector_contents(vision))
     }
     assert found == {name for name in page if ".layers." not in name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ FEW: dict[str, Any] = {"calibration_rows": 2, "calibration_length": 64}
 # Layers with a state are left out: in 4 bits random ones lose of the picture as much by rtn (0.922 where another picture has
 # 0.815, 0.938 by awq with a head of as many bits; with experts 0.937 of 0.913, and 0.941), and a head of 4 bits, which
 # calibrated methods may choose, is their table too.
-PLAIN = [name for name in MODELS if not name.startswith(("states", "tiles", "aspect"))]
+PLAIN = [name for name in MODELS if not name.startswith(("states", "tiles", "aspect", "naflex"))]
 QUESTION = [{"role": "user", "content": "What is it?"}]
 Source = Callable[[str], Path]
 
@@ -78,6 +79,25 @@ def test_every_method_keeps_what_a_picture_says(source: Source, tmp_path: Path, 
             plain = model.generate(prompt, max_tokens=8, ignore_eos=True)
             drafted = model.generate(prompt, max_tokens=8, ignore_eos=True, draft="lookup", gamma=3)
             assert plain.text() == drafted.text() and plain.tokens == drafted.tokens, method
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+def test_what_a_picture_changes_beside_convolutions_stays(source: Source, tmp_path: Path, method: str) -> None:
+    """Calibrated with pictures.  Most of the logits are those of the text: what is compared is the rest."""
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    Image.effect_noise((70, 50), 90).convert("RGB").save(folder / "a.png")
+    (folder / "samples.jsonl").write_text(json.dumps({"image": "a.png", "question": "What is it?", "answer": "red"}))
+    changes = []
+    for name in ("none", method):
+        calibrated = {} if name in ("none", "rtn") else {"calibration": folder}
+        options: dict[str, Any] = {"dtype": "f32"} if name == "none" else {"bits": 4, **calibrated}
+        convert(str(source("naflex")), tmp_path / f"{name}.edgeq", ConvertOptions(method=name, **options), lambda *_: None)
+        with Model.load(tmp_path / f"{name}.edgeq", context=256, threads=1) as model:
+            white = model.session().prefill(asked(model, "white")).copy()
+        changes.append(logits(tmp_path / f"{name}.edgeq") - white)
+    assert like(*changes) > 0.5
 
 
 @pytest.mark.exhaustive

@@ -38,6 +38,8 @@ from edgeq.targets.target import Options
 
 TARGETS = ("reference", "cpu")
 NAMES = (*MODELS, "trained")
+CUT = ("tiles", "aspect", "naflex")
+"""Beginnings of the names of models whose prompts have texts around a picture."""
 TOLERANCE, MAX_DIVERGENCE = 1e-3, 1e-8
 GRIDS = ((1, 4, 6), (1, 2, 8), (1, 8, 2))
 # Numbers of tokens, and between them pictures: indices of GRIDS.
@@ -67,6 +69,10 @@ class Case:
         found = ModelFile.open(self.path).metadata.config.vision
         assert found
         return found
+
+    @cached_property
+    def axes(self) -> int:
+        return ModelFile.open(self.path).metadata.config.rope.axes
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -98,6 +104,8 @@ class Case:
         """What transformers' model takes of pictures."""
         import torch
 
+        if self.vision.antialiased:
+            return self._padded(pictures)
         patches = np.concatenate([picture.patches for picture in pictures])
         if self.vision.sizes_vary:
             grids = torch.tensor([picture.grid for picture in pictures])
@@ -113,6 +121,22 @@ class Case:
         # Tiles of a text are one entry of a batch.
         return {"pixel_values": pixels[None] if image.sizing == "tiles" else pixels}
 
+    def _padded(self, pictures: Sequence[Picture]) -> dict[str, Any]:
+        """Pictures of as many rows of zeros, patches row by row, in which the colours of a pixel are neighbours."""
+        import torch
+
+        side, most = self.vision.patch_size, max(len(picture.patches) for picture in pictures)
+        pixels = np.zeros((len(pictures), most, self.vision.patch_width), np.float32)
+        mask = np.zeros((len(pictures), most), np.int64)
+        for i, picture in enumerate(pictures):
+            (row, column), (_, _, columns) = patch_places(picture.grid, self.vision.merge), picture.grid
+            colours = picture.patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+            pixels[i, row * columns + column] = colours.reshape(len(colours), -1)
+            mask[i, : len(colours)] = 1
+        shapes = torch.tensor([picture.grid[1:] for picture in pictures])
+        seen = {"pixel_values": torch.from_numpy(pixels), "pixel_attention_mask": torch.from_numpy(mask)}
+        return {**seen, "spatial_shapes": shapes}
+
     def expected(self, prompt: Prompt) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """transformers' logits [tokens, vocab] and positions [axes, tokens]."""
         import torch
@@ -127,7 +151,7 @@ class Case:
         with torch.no_grad():
             logits = self.model(ids, **seen).logits[0].numpy()
             if "image_grid_thw" not in seen:
-                return logits, np.tile(np.arange(len(prompt.tokens), dtype=np.int32), (3 if self.vision.sizes_vary else 1, 1))
+                return logits, np.tile(np.arange(len(prompt.tokens), dtype=np.int32), (self.axes, 1))
             found, _ = self.model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=seen["image_grid_thw"])
         return logits, found[:, 0].numpy()
 
@@ -140,6 +164,9 @@ class Case:
         if "image_grid_thw" in seen:
             visual = self.model.model.visual
             hooks = {"patch": visual.patch_embed, "layers": visual.blocks[layers - 1]}
+        elif self.vision.antialiased:
+            visual = self.model.model.vision_tower
+            hooks = {"placed": visual.embeddings, "layers": visual.encoder.layers[layers - 1]}
         elif self.vision.image.sizing == "aspect":
             # The bias of patches is in the positions.
             visual = self.model.model.vision_tower
@@ -259,6 +286,8 @@ def test_the_tower_equals_transformers(case: Get, target: str, name: str) -> Non
         ("averaged", "three", 7),
         ("aspect", "three", 7),
         ("aspect_rms", "two", 256),
+        ("naflex", "three", 7),
+        ("naflex", "two", 1),
         ("clip_llama", "three", 256),
         ("clip_mistral", "text_first", 7),
         ("siglip_qwen2", "image_last", 256),
@@ -291,7 +320,7 @@ def test_logits_equal_transformers_everywhere(case: Get, target: str, name: str,
     "name",
     [
         "padded",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in NAMES if not x.startswith(("padded", "tiles", "aspect"))),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in NAMES if not x.startswith(("padded", *CUT))),
     ],
 )
 def test_a_second_turn_equals_transformers(case: Get, target: str, name: str) -> None:
@@ -349,6 +378,8 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "another activation of the tower": ("states", lambda c: _of_tower(c, hidden_act="quick_gelu")),
     "a norm behind the joined": ("tiles", lambda c: _of_tower(c, project_norm="none")),
     "the eps of the layers before a projector": ("aspect", lambda c: _of_tower(c, project_eps=0.0)),
+    "no norm over the joined": ("naflex", lambda c: _of_tower(c, project_eps=0.0)),
+    "another eps over the joined": ("naflex", lambda c: _of_tower(c, project_eps=3e-2)),
     "tokens of a picture that see what is before them": ("averaged", lambda c: replace(c, whole_pictures=False)),
     "a window that a picture widens": ("averaged", lambda c: replace(c, sliding_windows=(9, 0, 9))),
     "another base in the tower": ("states", lambda c: _of_tower(c, rope=Rope(1e4, "axial", sections=(10, 10)))),
