@@ -83,7 +83,7 @@ def test_a_picture_goes_in_and_an_answer_comes_out(edgeq: Run, sees: Path, signs
         pytest.param("states", 60, marks=pytest.mark.exhaustive),
         ("tiles", 28),
         ("aspect", 16),
-        ("naflex", 12),
+        ("naflex", 15),
         ("averaged", 4),
         ("paligemma", 16),
     ],
