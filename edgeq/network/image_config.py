@@ -181,7 +181,7 @@ class ImageConfig:
     def _tiling_of_large(self, height: int, width: int, factor: int, most_tokens: int) -> Tiling:
         """LFM2-VL's, or with fewer tiles, or none."""
         rows, columns = (max(self.least_edge, round(edge / factor) * factor) for edge in (height, width))
-        whole = _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, 1)
+        whole = _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, first=1)
         if rows * columns > self.max_pixels * self.tolerance and self.max_tiles > 1:
             for most in range(self.max_tiles, self.min_tiles - 1, -1):
                 found = Tiling.nearest(height, width, self.tile, tile_pairs_of_set(self.min_tiles, most), whole)
@@ -199,7 +199,7 @@ class ImageConfig:
         """
         _check_shape(height, width)
         if self.sizing == "factor":
-            return _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, 0)
+            return _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, first=0)
         tokens = self.most_tokens(factor)
         if tokens > most_tokens:
             raise InputError(f"every picture has {tokens} tokens for this model, and {most_tokens} are allowed")
@@ -235,7 +235,7 @@ def _check_shape(height: int, width: int) -> None:
         raise InputError(f"{width} x {height} pixels: more than {MAX_ASPECT} times as long as wide; crop it")
 
 
-def _multiple(height: int, width: int, factor: int, least: int, most: int, most_tokens: int, first: int) -> tuple[int, int]:
+def _multiple(height: int, width: int, factor: int, least: int, most: int, most_tokens: int, *, first: int) -> tuple[int, int]:
     """The rule of Qwen2-VL's processor, but never more than `most_tokens`.
 
     first   the least rows and columns of tokens of a picture before it is enlarged: 0, or 1 as of LFM2-VL's

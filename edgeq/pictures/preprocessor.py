@@ -51,7 +51,7 @@ IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", 
 NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False, "do_pan_and_scan": False}
 SIZES = {"patch_size", "temporal_patch_size", "merge_size"}
 MAX_TOKENS = 1 << 20
-"""Of what LFM2-VL's processor counts: tokens, tiles, pixels of an edge."""
+"""The most of what LFM2-VL's processor counts: tokens, tiles, pixels of an edge."""
 
 
 def fields_of(data: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
