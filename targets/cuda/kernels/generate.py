@@ -4,9 +4,11 @@ TVM 0.27 sorts the parameters of a kernel by rules of its own, and common subexp
 are read from the call that it generates for the host, and leave as names and expressions (pack.py).
 """
 
+import builtins
 import inspect
 import os
 import re
+from functools import lru_cache
 
 # The text must not depend on whether the machine that generates it has a GPU.
 os.environ.setdefault("TVM_COMPILE_FORCE_FALLBACK", "1")
@@ -14,6 +16,8 @@ os.environ.setdefault("TVM_COMPILE_FORCE_FALLBACK", "1")
 import tvm
 import tvm_ffi
 from tvm import tirx
+from tvm.script.parser.core import doc, evaluator
+from tvm.script.parser.core.diagnostics import Source
 from tvm.script.parser.core.parser import ScriptMacro
 from tvm.target import Target
 from tvm.tirx import compilation_pipeline
@@ -54,6 +58,44 @@ def parser_of(macro: ScriptMacro):
 # TVM 0.27 asks inspect.getouterframes instead, which looks for the source of every frame in every loaded module, whenever an
 # inline function is called: two thirds of the time of a kernel beside torch and transformers.
 ScriptMacro._find_parser_def = parser_of
+
+
+NESTED = re.compile(r"^\s+@", re.M)
+"""A decorated function within another one: the parser takes its decorator away and moves its lines when it visits it."""
+parsed_once = lru_cache(maxsize=1024)(doc.parse)
+
+
+def tree_of(source: Source):
+    return doc.parse(source.source) if NESTED.search(source.source) else parsed_once(source.source)
+
+
+# TVM reads the text of an inline function again at each of its calls.
+Source.as_ast = tree_of
+
+compiled_expression = evaluator._eval_expr
+
+
+def value_of(node, values):
+    """What an expression is: by itself where that is a look-up, else as Python compiles it.
+
+    A call must be compiled: `parser_of` finds `values` as the globals of the frame that makes it.
+    """
+    kind = type(node)
+    if kind is doc.Name:
+        return values[node.id] if node.id in values else getattr(builtins, node.id)
+    if kind is doc.Constant:
+        return node.value
+    if kind is doc.Attribute:
+        return getattr(value_of(node.value, values), node.attr)
+    if kind is doc.Subscript:
+        return value_of(node.value, values)[value_of(node.slice, values)]
+    if kind is doc.Tuple and not any(isinstance(each, doc.Starred) for each in node.elts):
+        return tuple(value_of(each, values) for each in node.elts)
+    return compiled_expression(node, values)
+
+
+# TVM has Python compile every name, every attribute and every index by itself.
+evaluator._eval_expr = value_of
 
 
 def generate(variant: Variant) -> Generated:

@@ -116,6 +116,26 @@ def test_no_source_is_looked_for_when_an_inline_function_is_called(monkeypatch: 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "variant", [Variant("cache_write_int4"), Variant("matvec", (4, True, False, 128))], ids=lambda variant: variant.symbol
+)
+def test_a_text_is_the_one_that_tvm_makes_by_itself(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what generate.py remembers and looks up; of a kernel whose inline function has another one in it, too."""
+    from edgeq.targets.cuda.kernels import generate
+
+    wanted = generate.generate(variant)
+    read = list[str]()
+
+    def as_ast(source: generate.Source) -> object:
+        read.append(source.source)
+        return generate.doc.parse(source.source)
+
+    monkeypatch.setattr(generate.Source, "as_ast", as_ast)
+    monkeypatch.setattr(generate.evaluator, "_eval_expr", generate.compiled_expression)
+    assert generate.generate(variant) == wanted and len(read) > len(set(read))
+
+
+@pytest.mark.exhaustive
 def test_text_and_machine_code_are_the_same_each_time(tmp_path: Path) -> None:
     """In processes of their own, whose hashes of strings differ, with nothing kept."""
     variant = Variant("matvec", (3, True, True, 16))
