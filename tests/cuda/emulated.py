@@ -14,7 +14,9 @@ import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,20 +107,47 @@ extern "C" char *emulated_shared_stop() {{ return __stop_emulated_shared; }}
 """
 
 
-def compiled(code: str, name: str, *flags: str) -> Path:
-    """The shared library of C++ text, kept in build/ under a digest of the text, the emulator and the flags."""
-    parts = [code, (HERE / "emulator.h").read_text(), *FLAGS, *flags]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    library = BUILD / f"{name}-{digest}.so"
+def digest_of(*parts: str) -> str:
+    return hashlib.sha256("\0".join([*parts, (HERE / "emulator.h").read_text(), *FLAGS]).encode()).hexdigest()[:24]
+
+
+@cache
+def header(*flags: str) -> Path:
+    """The folder of emulator.h and what g++ keeps of it for these flags; to read it takes a quarter of a kernel's time."""
+    folder = BUILD / f"header-{digest_of(*flags)}"
+    if not folder.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=BUILD) as made:
+            whole = Path(made, folder.name)
+            whole.mkdir()
+            shutil.copy(HERE / "emulator.h", whole)
+            made_of, read = str(whole / "emulator.h"), str(whole / "emulator.h.gch")
+            subprocess.run(["g++", *FLAGS, *flags, "-x", "c++-header", made_of, "-o", read], check=True)
+            with suppress(OSError):  # another worker has made it at the same moment
+                whole.rename(folder)
+    return folder
+
+
+def compiled(code: str, name: str, *flags: str, many: bool = False) -> Path:
+    """The shared library of C++ text, kept in build/ under a digest of the text, the emulator and the flags.
+
+    many   others are compiled with these flags, so that it pays to keep what g++ read of emulator.h
+    """
+    library = BUILD / f"{name}-{digest_of(code, *flags)}.so"
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         # Workers that run tests side by side may compile the same text: each in a folder of its own, and the last one stays.
         with TemporaryDirectory(dir=BUILD) as folder:
             source, made = Path(folder, library.stem + ".cpp"), Path(folder, library.name)
             source.write_text(code)
-            subprocess.run(["g++", *FLAGS, *flags, f"-I{HERE}", "-o", str(made), str(source)], check=True)
+            include = header(*flags) if many else HERE
+            subprocess.run(["g++", *FLAGS, *flags, f"-I{include}", "-o", str(made), str(source)], check=True)
             made.replace(library)
     return library
+
+
+def compiled_kernel(generated: Generated, *flags: str) -> Path:
+    return compiled(translated(generated), generated.variant.symbol, "-O1", *flags, many=True)
 
 
 class _Block:
@@ -267,8 +296,7 @@ class EmulatedDevice:
         kernels, loaded = list(kernels), dict[Variant, Kernel]()
         self.on_load([each.variant for each in kernels])
         for generated in kernels:
-            checks = CHECKS if self.order == CHECKED else []
-            library = compiled(translated(generated), generated.variant.symbol, "-O1", *checks)
+            library = compiled_kernel(generated, *(CHECKS if self.order == CHECKED else []))
             loaded[generated.variant] = EmulatedKernel(generated, ctypes.CDLL(str(library)))
         return loaded
 

@@ -55,7 +55,7 @@ def kernels(variants: Iterable[Variant], folder: Path) -> Path:
     """A folder with what an imitated GPU runs for the machine code of these kernels."""
     folder.mkdir(exist_ok=True)
     for generated in build.kernels(list(variants)):
-        made = emulated.compiled(emulated.translated(generated), generated.variant.symbol, "-O1")
+        made = emulated.compiled_kernel(generated)
         (folder / f"{generated.name}.so").symlink_to(made)
         sizes = " ".join(str(SIZES[parameter.type]) for parameter in generated.parameters)
         (folder / f"{generated.name}.sizes").write_text(sizes)
