@@ -109,7 +109,7 @@ test-real: $(VENV)/installed-test
 setup-cuda: $(VENV)/installed-build $(VENV)/installed-cuda12
 
 test-cuda: $(VENV)/installed-test setup-cuda
-	$(BIN)/python -m pytest $(PARALLEL) -m cuda
+	$(BIN)/python -m pytest $(PARALLEL) -m cuda tests/cuda
 
 # The driver by the bindings of CUDA 13 too, which JetPack 7 and machines with new drivers have; all other tests use those of CUDA 12.
 BINDINGS13 := build/bindings13

@@ -56,6 +56,13 @@ def test_no_large_file_comes_in_by_accident(files: list[Path]) -> None:
     assert not {name for name, size in sizes.items() if size > MAX_FILE_BYTES} - LARGE
 
 
+def test_tests_of_the_cuda_target_lie_in_its_folder(files: list[Path]) -> None:
+    """`make test-cuda` looks for them nowhere else."""
+    tests = {name: text for name, text in texts(files).items() if name.startswith("tests/") and name.endswith(".py")}
+    marked = {name for name, text in tests.items() if re.search(r"\bmark\.cuda\b", text)}
+    assert marked and not [name for name in marked if not name.startswith("tests/cuda/")]
+
+
 def test_no_two_test_files_have_one_name(files: list[Path]) -> None:
     """pytest imports them by their names, and a run of all of them would end before it began."""
     names = [path.name for path in files if path.name.startswith("test_")]
