@@ -45,7 +45,7 @@ def granite_expert_settings(values: Values) -> dict[str, Any]:
 
 
 def shared_expert(inner: Any) -> dict[str, Any]:
-    """Of so many channels; 0: there is none, and so nothing that could have a gate."""
+    """One for all tokens, of so many channels; 0: there is none, and so nothing that could have a gate."""
     return {"shared_expert_intermediate_size": inner, "shared_expert_gate": False} if inner != 0 else {}
 
 
@@ -97,7 +97,7 @@ GRANITE = FamilyDescription(
 )
 GRANITE_MOE = FamilyDescription(
     "GraniteMoeForCausalLM",
-    GRANITE.defaults | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    {**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
     {key: values for key, values in GRANITE.neutral.items() if key not in NO_EXPERTS},
     granite_expert_settings,
     mappings=expert_mappings,

@@ -103,8 +103,8 @@ def _family(biased: bool) -> FamilyDescription:
     return replace(
         LFM2,
         architecture=ARCHITECTURE,
-        defaults=LFM2.defaults | OUTSIDE | {"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32},
-        neutral=LFM2.neutral | {"vision_feature_layer": (None, -1), "use_image_special_tokens": (None, True)},
+        defaults={**LFM2.defaults, **OUTSIDE, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32},
+        neutral={**LFM2.neutral, "vision_feature_layer": (None, -1), "use_image_special_tokens": (None, True)},
         tower=tower,
         renamed=RENAMED,
         variants=variant,

@@ -68,7 +68,7 @@ class AngleTables:
             blocks, which = np.unique(first // NEIGHBOURS, return_inverse=True)
             if len(blocks) <= BLOCKS:
                 starts = np.array([self._start(block) for block in blocks.tolist()], np.int32)
-                return starts[which] + first % NEIGHBOURS
+                return np.asarray(starts[which] + first % NEIGHBOURS, np.int32)
         # Of pictures, whose rows and columns differ, or of more positions than are kept.
         for angles, address in self._tables.items():
             self._storage.device.write(address + KEPT * angles.row_bytes, angles.of(positions))

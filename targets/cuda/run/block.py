@@ -97,7 +97,7 @@ class SentBlock:
         if not self._plain or rows.positions.shape[0] > 1 or rows.counted is not None:
             return False
         if self._results < self._count:
-            return rows.wanted.shape[0] == self._results
+            return len(rows.wanted) == self._results
         return self._wanted.startswith(rows.wanted.tobytes())
 
     def fill(self, rows: Rows, padding: Page, draws: Draws = ()) -> None:

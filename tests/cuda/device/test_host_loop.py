@@ -200,7 +200,7 @@ class Holding(Nothing):
 
 
 def test_angles_on_the_device_have_the_bits_of_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a rope with a factor, and of one of other pairs whose positions have three parts; two blocks of positions are kept."""
+    """Two ropes, one with a factor, one of other pairs whose positions have three parts; two blocks of positions are kept."""
     monkeypatch.setattr(angles, "BLOCKS", 2)
     monkeypatch.setattr(angles, "KEPT", 2 * NEIGHBOURS)
     device, ropes = Holding(), [

@@ -149,7 +149,7 @@ def test_what_does_not_come_again_is_not_recorded(compiled: Compiled, device: Em
 
 
 def test_a_short_prompt_is_recorded_when_one_comes_again(compiled: Compiled, device: EmulatedDevice) -> None:
-    """Of 11 rows, and of fewer in the same class, which the recording pads."""
+    """Prompts of 11 rows, and of fewer in the same class, which the recording pads."""
     program = compiled()
     for round, tokens in enumerate((list(range(11)), list(range(11)), list(range(20, 29)))):
         rows = rows_of([Text(program, 5 * round)], [tokens])

@@ -75,7 +75,7 @@ class AttentionArgs(CacheArgs):
 ROWS_PER_UNIT = 4
 """Neighbouring rows of a session whose queries read a page together."""
 QUERIES_PER_UNIT, BLOCKS = 32, 16
-"""Of a long run more rows, until they have so many queries: what the caches do not hold comes from memory once for all of them.
+"""A unit of a long run has more rows, until there are so many queries: what no cache holds comes from memory once for them.
 So many units for each key head stay, for threads to share."""
 
 
