@@ -87,6 +87,10 @@ def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Pat
     assert {variant.kernel for variant in asked.every()} == set(kinds)
 
 
+def test_files_that_come_first_are_there() -> None:
+    assert {path.stem for path in conftest.HERE.glob("*/test_*.py")} >= set(conftest.LONGEST)
+
+
 def test_what_depends_on_the_architecture_runs_on_every_imitated_one() -> None:
     found = [path.name for path in imitated.of_capability()]
     assert "test_program.py" in found and "test_products.py" not in found
