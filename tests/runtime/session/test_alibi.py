@@ -91,7 +91,7 @@ def ways() -> Iterator[Any]:
             yield pytest.param(family, target, cut, marks=marks)
 
 
-@pytest.mark.parametrize(("family", "target", "cut"), ways())
+@pytest.mark.parametrize(("family", "target", "cut"), list(ways()))
 def test_logits_equal_transformers(
     family: str, target: str, cut: str, model_path: Callable[..., Path], expected: Expected
 ) -> None:
