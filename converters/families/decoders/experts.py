@@ -40,7 +40,12 @@ def no_local_layers(values: Values, layers: int) -> tuple[int, ...]:
 
 
 def mixtral_settings(values: Values) -> dict[str, Any]:
-    return llama_settings(values) | {
+    return llama_settings(values) | local_experts(values)
+
+
+def local_experts(values: Values) -> dict[str, Any]:
+    """Experts whose shares are a softmax of the chosen logits alone: that of all, divided by the sum of the chosen shares."""
+    return {
         "num_experts": values["num_local_experts"],
         "num_experts_per_tok": values["num_experts_per_tok"],
         "norm_topk_prob": True,
@@ -132,14 +137,11 @@ def gpt_oss_windows(values: Values, layers: int) -> tuple[int, ...]:
 
 
 def gpt_oss_settings(values: Values) -> dict[str, Any]:
-    """The softmax of the chosen logits alone is that of all, divided by the sum of the chosen shares."""
     where = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
     settings = values[where] or GPT_OSS_ROPE
     return head_settings(values) | {
         "rope": rope_of(values, where, settings, values["rope_theta"]),
-        "num_experts": values["num_local_experts"],
-        "num_experts_per_tok": values["num_experts_per_tok"],
-        "norm_topk_prob": True,
+        **local_experts(values),
         "attention_sinks": True,
         "swiglu_limit": values["swiglu_limit"],
         "swiglu_alpha": values["swiglu_alpha"],

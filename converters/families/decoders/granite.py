@@ -3,8 +3,6 @@
 That of embeddings and that of scores are settings of the network.  Logits are divided in the gain of the last norm: the head
 may be the embedding too.  What attention and MLP add to the stream is not multiplied by r: the stream is divided by it instead.
 All that reads the stream are norms, and x / r under an epsilon of e / r^2 gives what x gives under e.  So no matrix changes.
-
-Experts have a softmax of the logits of those that were chosen, which is that of all, divided by the sum of the chosen shares.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from edgeq.converters.checkpoint.checkpoint import TensorSource
-from edgeq.converters.families.decoders.experts import expert_mappings
+from edgeq.converters.families.decoders.experts import expert_mappings, local_experts
 from edgeq.converters.families.decoders.llama import DEFAULTS, NEUTRAL, NO_EXPERTS, llama_settings
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.rearranged import Sources, multiplier, scaled_logits
@@ -36,12 +34,7 @@ def granite_settings(values: Values) -> dict[str, Any]:
 
 
 def granite_expert_settings(values: Values) -> dict[str, Any]:
-    return granite_settings(values) | {
-        "num_experts": values["num_local_experts"],
-        "num_experts_per_tok": values["num_experts_per_tok"],
-        "norm_topk_prob": True,
-        **shared_expert(values["shared_intermediate_size"]),
-    }
+    return granite_settings(values) | local_experts(values) | shared_expert(values["shared_intermediate_size"])
 
 
 def shared_expert(inner: Any) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def attend(context: Context, o: op.Attention, fusion: Fusion) -> None:
         states = context.memory.shared("attention", context.threads * state_bytes)
     else:
         state_bytes = attention.state_bytes(o.head_dim, kv.high, code)
-        queries = attention.queries_per_unit(o.heads // o.kv_heads)
+        queries = attention.queries_per_unit.py_func(o.heads // o.kv_heads)
         states = context.memory.shared("attention", context.threads * queries * state_bytes)
     args = attention.AttentionArgs(
         **_cache_args(context, o, o.heads), q_offset=4 * o.q_offset, out=out, out_stride=stride,

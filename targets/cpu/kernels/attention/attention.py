@@ -79,7 +79,8 @@ QUERIES_PER_UNIT, BLOCKS = 32, 16
 So many units for each key head stay, for threads to share."""
 
 
-def queries_per_unit(shared: int) -> int:
+@inline
+def queries_per_unit(shared):
     """The most queries of a unit, of which so many share a key head."""
     return max(ROWS_PER_UNIT * shared, QUERIES_PER_UNIT)
 
@@ -160,7 +161,7 @@ def attend(code: int, high: int, tile: int, spans: int, slopes: int = 0) -> Kern
         kv_heads, window, step = args.kv_heads, args.window, args.state_bytes
         head, scale = Head(args.head_dim, args.padded_dim, args.high, step), args.scale
         shared = args.heads // kv_heads
-        states, count = args.scratch + thread * (max(ROWS_PER_UNIT * shared, QUERIES_PER_UNIT) * step), get_i64(args.rows)
+        states, count = args.scratch + thread * (queries_per_unit(shared) * step), get_i64(args.rows)
         height = max(ROWS_PER_UNIT, min(QUERIES_PER_UNIT // shared, count // BLOCKS))
         blocks = (count + height - 1) // height
         for unit in range(part, blocks * kv_heads, parts):
