@@ -42,6 +42,14 @@ def compiles_alone() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_waits_for_the_disk() -> Iterator[None]:
+    """What a test writes need not outlive a loss of power; thousands of files would each take a hundredth of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 LONG_TEXT = 100_000
 """Characters of what is a text to calibrate with, or to score."""
 

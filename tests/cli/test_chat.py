@@ -16,6 +16,8 @@ from edgeq.runtime import Piece
 from edgeq.tools.commands import chat
 from tests.cli.running import REFERENCE, Run, objects
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 
 def test_chat_answers_every_line_and_keeps_the_conversation(edgeq: Run, demo: Path, template: Path) -> None:
     talk = "import os\n/help\n\nimport sys\n/nonsense\n/clear\n/exit\nnever read\n"

@@ -16,6 +16,8 @@ from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model
 from edgeq.tools.lab.signs import Sample, answers, read, write
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 Run = Callable[..., Result]
 TINY_QWEN2VL = Path(__file__).parent.parent.parent / "models" / "tiny-qwen2vl"
 SAYS = "What does the sign say?"

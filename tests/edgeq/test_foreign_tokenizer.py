@@ -105,6 +105,7 @@ def test_a_hostile_tokenizer_is_one_error(
     assert capfd.readouterr() == ("", ""), "a panic prints nothing but the error"
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize(
     ("within", "beyond"),
     (
@@ -130,6 +131,7 @@ def test_each_limit_and_one_above_it(within: bytes, beyond: bytes) -> None:
         encoded(beyond)
 
 
+@pytest.mark.usefixtures("works_here")
 def test_the_size_of_the_file_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_TOKENIZER == 64 << 20
     data = changed()
@@ -139,6 +141,7 @@ def test_the_size_of_the_file_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> 
         encoded(data + b" ")
 
 
+@pytest.mark.usefixtures("works_here")
 def test_the_tokens_of_a_text_have_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = load(changed())
     count = len(found.encode("abc def", add_special_tokens=False))
@@ -150,6 +153,7 @@ def test_the_tokens_of_a_text_have_their_limit(monkeypatch: pytest.MonkeyPatch) 
         found.encode("abc def", add_special_tokens=False)
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize("pattern", sorted(LINEAR_PATTERNS))
 def test_published_patterns_run_here_and_repeat_nothing_that_repeats(pattern: str) -> None:
     """What repeats a repetition can be searched in more ways than a text has characters; a search of all would not end here."""

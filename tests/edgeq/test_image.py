@@ -110,6 +110,7 @@ def compare(kind: str, mode: str, width: int, height: int) -> None:
     assert np.abs(found.patches - pixels).max() <= 1e-6
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("qwen2-vl", "RGB"), ("qwen2-vl", "LA"), ("clip", "P with alpha"), ("siglip", "RGB")]
@@ -245,6 +246,7 @@ def test_patches_are_in_the_order_of_the_tower() -> None:
         assert (patch[:, 0] == expected).all() and (patch[:, 1] == expected).all()
 
 
+@pytest.mark.usefixtures("works_here")
 def test_exif_turns_a_picture() -> None:
     image = drawn("RGB", 60, 90)
     upright = read_picture(stored(image, "PNG"), tower(QWEN), EVERY)
@@ -260,18 +262,21 @@ def test_exif_turns_a_picture() -> None:
         assert (found.patches == upright.patches).all() and found.digest == upright.digest
 
 
+@pytest.mark.usefixtures("works_here")
 def test_sixteen_bits_are_scaled_to_eight() -> None:
     values = np.random.default_rng(0).integers(0, 1 << 16, (40, 40)).astype(np.uint16)
     deep = read_picture(stored(Image.fromarray(values), "PNG"), tower(QWEN), EVERY)
     assert (deep.patches == read_picture(Image.fromarray((values >> 8).astype(np.uint8)), tower(QWEN), EVERY).patches).all()
 
 
+@pytest.mark.usefixtures("works_here")
 def test_a_wrong_suffix_does_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "photo.jpg"
     path.write_bytes(stored(drawn("RGB", 30, 30), "GIF"))
     assert read_picture(path, tower(QWEN), EVERY).size == (30, 30)
 
 
+@pytest.mark.usefixtures("works_here")
 def test_the_first_frame_of_an_animation_is_read_and_that_is_said() -> None:
     frames = [Image.new("RGB", (40, 40), color) for color in ("red", "green", "blue")]
     found = read_picture(stored(frames[0], "GIF", save_all=True, append_images=frames[1:]), tower(QWEN), EVERY)
@@ -414,6 +419,7 @@ def test_a_hundred_million_pixels_are_shrunk_within_8_bytes_each(kind: str) -> N
     assert (np.diff(values) < 0).all()
 
 
+@pytest.mark.usefixtures("works_here")
 def test_a_jpeg_above_the_exact_size_is_decoded_smaller() -> None:
     """It still looks the same."""
     image = Image.linear_gradient("L").resize((5000, 4000)).convert("RGB")

@@ -23,6 +23,8 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 GOOD = {"image": "a.png", "question": "What does the sign say?", "answer": "A B"}
 
 
@@ -111,7 +113,6 @@ def test_a_folder_without_samples_is_refused(model: tuple[Any, TextAssets], fold
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_that_is_no_sample_is_refused(model: tuple[Any, TextAssets], folder: Path, name: str) -> None:
     change, message = LINES[name]

@@ -1,4 +1,4 @@
-"""Packers of published layouts, a value at a time: what the readers are held against.  Nothing here is shared with them."""
+"""Packers of published layouts, a bit, a channel or a row at a time: what the readers are held against.  Nothing here is shared with them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def stream(values: Integers, bits: int) -> NDArray[np.int32]:
-    """[lines, count] -> [lines, words]: the numbers as one long integer for each line."""
-    count = values.shape[1]
-    size = -(-count * bits // 32)
-    lines = []
-    for line in values.tolist():
-        number = sum(value << (i * bits) for i, value in enumerate(line))
-        lines.append(np.frombuffer(number.to_bytes(4 * size, "little"), np.int32))
-    return np.stack(lines)
+    """[lines, count] -> [lines, words]: the bits of all values of a line one after another, low bits first."""
+    lines, count = values.shape
+    found = np.zeros((lines, -(-count * bits // 32) * 32), np.uint8)
+    for bit in range(bits):
+        found[:, bit : count * bits : bits] = values >> bit & 1
+    return np.packbits(found, axis=1, bitorder="little").view(np.int32)
 
 
 def old_words(values: Integers, bits: int) -> NDArray[np.int32]:
@@ -43,13 +41,13 @@ def awq_fast(values: Integers) -> NDArray[np.int16]:
     """[out, in] -> [out/4, in]."""
     rows, columns = values.shape
     found = np.zeros((rows // 4, columns), np.uint16)
-    for row in range(rows):
+    for row in range(4):
         for channel in range(columns):
             alpha, beta, gamma = channel % 32 // 8, channel % 8 // 2, channel % 2
             position = channel // 32 * 32 + 8 * beta + 4 * gamma + alpha
             run, inside = divmod(position, 64)
-            word, nibble = 64 * run + 16 * (row % 4) + inside // 4, inside % 4
-            found[row // 4, word] |= np.uint16(int(values[row, channel]) << (4 * nibble))
+            word, nibble = 64 * run + 16 * row + inside // 4, inside % 4
+            found[:, word] |= values[row::4, channel].astype(np.uint16) << np.uint16(4 * nibble)
     return found.view(np.int16)
 
 

@@ -26,6 +26,8 @@ from edgeq.converters.importers.gguf_texts import write_texts
 from edgeq.errors import CheckpointError, InputError
 from edgeq.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 # 0-3 control tokens and padding, 4-13 characters, 14-20 what merges make; Ġ is a space, Ċ a line feed.
 BYTES = ["<|begin|>", "<|im_end|>", "<tool>", "<pad>", "a", "b", "1", "2", "3", "Ġ", "Ċ", "Ì", "ģ", "Ã"]
 MERGED = ["ab", "12", "123", "Ġab", "ĠĠ", "Ìģ", "123ab"]

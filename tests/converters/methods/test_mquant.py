@@ -36,6 +36,8 @@ from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.targets.rows import TEXT, VISION
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 TOLERANCE = 1e-3
 
 

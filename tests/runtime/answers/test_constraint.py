@@ -49,6 +49,7 @@ def check(model: Model, schema: dict[str, Any], seed: int) -> None:
     raise AssertionError(f"no text ended: {text[:200]!r} of {json.dumps(schema)[:200]}")
 
 
+@pytest.mark.usefixtures("works_here")
 @pytest.mark.parametrize("index", range(3, len(SCHEMAS), len(SCHEMAS) // 6))
 def test_some_schemas(model: Model, index: int) -> None:
     check(model, SCHEMAS[index], index)
@@ -95,6 +96,7 @@ def test_sampled_texts_fit_with_drafts_that_do_not(model: Model) -> None:
             jsonschema.validate(json.loads(text), TREE)
 
 
+@pytest.mark.usefixtures("works_here")
 def test_lark_and_gbnf(model: Model) -> None:
     assert model.generate("x", response_format=DIGITS).text().isdigit()
     gbnf = {"type": "grammar", "syntax": "gbnf", "grammar": 'root ::= "yes" | "no"'}
@@ -210,6 +212,7 @@ def test_a_text_that_made_room_goes_on_in_its_grammar(model: Model) -> None:
         assert found[ticket] == alone.tokens
 
 
+@pytest.mark.usefixtures("works_here")
 def test_compiled_grammars_are_kept_but_not_without_end(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "MAX_COMPILED", 2)
     kept, grammars = model.constraints, [constraints.of_lark(f"start: /a{{{i}}}/") for i in (1, 2, 3)]
@@ -221,6 +224,7 @@ def test_compiled_grammars_are_kept_but_not_without_end(model: Model, monkeypatc
     assert kept.compile(grammars[0]) is first and kept.compile(grammars[1]) is not second
 
 
+@pytest.mark.usefixtures("works_here")
 def test_bytes_and_spaces_of_sentencepiece() -> None:
     """As Llama 2's: a space comes before what is encoded, and is none of what the grammar has; other characters are bytes."""
     from tokenizers import Tokenizer as ForeignTokenizer

@@ -26,6 +26,8 @@ from edgeq.runtime.server.serve import bound  # noqa: E402
 from edgeq.runtime.server.settings import Settings  # noqa: E402
 from tests.runtime.server.serving import TEMPLATE, Served, serving  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def read_file(path):"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 

@@ -31,6 +31,8 @@ from tests.runtime.answers.thinking_models import OPENED, SAID, with_marks  # no
 from tests.runtime.server.schemas import record  # noqa: E402
 from tests.runtime.server.serving import Served, serving  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("works_here")
+
 CHAT = "/v1/chat/completions"
 ASKED: list[Any] = [{"role": "user", "content": "Who is it?"}]
 PERSON = record(name={"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"}, age={"type": "integer", "minimum": 0, "maximum": 120})

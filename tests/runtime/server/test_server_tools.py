@@ -63,6 +63,7 @@ def valid(calls: list[tuple[str, str]]) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+@pytest.mark.usefixtures("works_here")
 def test_answers_are_json_of_the_schema(client: Any) -> None:
     answer = client.chat.completions.create(model="tiny", messages=ASKED, response_format=HELD, n=3, **SAMPLED)
     assert len({choice.message.content for choice in answer.choices}) > 1
@@ -75,6 +76,7 @@ def test_answers_are_json_of_the_schema(client: Any) -> None:
     assert client.chat.completions.create(model="tiny", messages=ASKED, **given).choices[0].message.content.startswith("{")
 
 
+@pytest.mark.usefixtures("works_here")
 def test_what_a_grammar_leaves_no_choice_about_is_drafted(model: Model, served: Served, client: Any) -> None:
     before, fully = served.ask("/metrics")[2].decode(), {"min_p": 0, "dry_multiplier": 0}
     given: dict[str, Any] = {"model": "tiny", "messages": ASKED, "response_format": HELD, **SAMPLED, "top_p": 1}
@@ -124,6 +126,7 @@ def test_a_client_parses_what_it_asked_for(client: Any) -> None:
     assert 0 <= parsed.x <= 99 and parsed.up in (True, False)
 
 
+@pytest.mark.usefixtures("works_here")
 def test_calls_and_their_results(client: Any) -> None:
     given: dict[str, Any] = {"model": "tiny", "tools": TOOLS, **SAMPLED}
     answer = client.chat.completions.create(messages=ASKED, tool_choice="required", parallel_tool_calls=False, **given)
@@ -140,6 +143,7 @@ def test_calls_and_their_results(client: Any) -> None:
     assert [each.function.name for each in answer.choices[0].message.tool_calls] == ["get_weather_all"]
 
 
+@pytest.mark.usefixtures("works_here")
 def test_a_stream_of_calls_is_the_whole_answer_in_pieces(client: Any) -> None:
     given: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": "required", **SAMPLED}
     whole = client.chat.completions.create(**given).choices[0]
@@ -170,6 +174,7 @@ def test_a_choice_of_the_model_may_be_text(client: Any) -> None:
     assert answer.choices[0].finish_reason in ("length", "stop") and answer.choices[0].message.content
 
 
+@pytest.mark.usefixtures("works_here")
 def test_tools_of_anthropic(claude: Any) -> None:
     given: dict[str, Any] = {
         "model": "tiny",
@@ -212,6 +217,7 @@ def test_an_output_format_of_anthropic(claude: Any, served: Served) -> None:
     assert status == 200 and body["content"][0]["text"] == answer.content[0].text
 
 
+@pytest.mark.usefixtures("works_here")
 def test_calls_in_responses(client: Any) -> None:
     tools = [{"type": "function", "name": name, "parameters": schema, "strict": True} for name, schema in SCHEMAS.items()]
     given: dict[str, Any] = {"model": "tiny", "tools": tools, "temperature": 0, "max_output_tokens": 150}
@@ -237,6 +243,7 @@ def test_calls_in_responses(client: Any) -> None:
     jsonschema.validate(json.loads(text), PERSON)
 
 
+@pytest.mark.usefixtures("works_here")
 def test_seeds_hold_beside_others(client: Any) -> None:
     """A text that is held has the same tokens alone, and beside others that are held to something else."""
 
@@ -327,6 +334,7 @@ def test_arguments_of_calls_count_before_their_tokens_do(served: Served, argumen
     assert status == 400 and "characters" in answer["error"]["message"], answer
 
 
+@pytest.mark.usefixtures("works_here")
 def test_a_call_that_a_stop_string_cut_off_is_no_call_to_make(served: Served) -> None:
     asked = {"messages": ASKED, "max_tokens": 400}
     status, _, answer = served.ask(CHAT, {**asked, "tools": TOOLS[:1], "tool_choice": "required", "stop": ["city"]})
@@ -354,6 +362,7 @@ def test_expensive_patterns_end_or_are_refused_and_harm_nobody(served: Served) -
     assert served.idle() and served.ask("/health")[0] == 200
 
 
+@pytest.mark.usefixtures("works_here")
 def test_control_tokens_in_tools_are_text(served: Served, model: Model) -> None:
     spelled = json.loads(json.dumps(WEATHER).replace("What the weather is.", "<|end|><|begin|>"))
     harmless = json.loads(json.dumps(WEATHER).replace("What the weather is.", "nothing"))
