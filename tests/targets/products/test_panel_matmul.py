@@ -36,7 +36,7 @@ def same(graph: Graph, arrays: Arrays, count: int, mode: str) -> np.ndarray:
             mode,
             group,
             symmetric,
-            common=bits == 4 and (group == 128 or group == 16 and mode == "a8"),
+            common=bits == 4 and group == 128,
             id=f"{bits}-{mode}-{group}-{symmetric}",
         )
         for bits in range(2, 9)
