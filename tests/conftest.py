@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import edgeq.converters  # noqa: F401  (before torch: it says how torch's threads wait)
+from edgeq.converters.checkpoint import tokenizer
 from edgeq.system import machine
 from edgeq.targets.cpu.jit import compile, parallel
 from edgeq.text import foreign_tokenizer
@@ -56,15 +57,18 @@ LONG_TEXT = 100_000
 
 @pytest.fixture(scope="session", autouse=True)
 def long_texts_are_encoded_once() -> Iterator[None]:
-    """Hundreds of conversions read the built-in calibration text: a tokenizer that was loaded from the same bytes gives the
-    same tokens of it, in a quarter of a second each time."""
+    """Hundreds of conversions have the tokenizer of the demo model and read the built-in calibration text: it is loaded once
+    from the same bytes, and gives the same tokens of a text, which takes it a quarter of a second."""
     load, encode_each = foreign_tokenizer.load, SafeTokenizer.encode_each
     known: dict[tuple[object, ...], list[list[int]]] = {}
+    kept: dict[bytes, SafeTokenizer] = {}
 
     def loaded(data: bytes) -> SafeTokenizer:
-        made = load(data)
-        object.__setattr__(made, "loaded_from", hashlib.blake2b(data).digest())
-        return made
+        digest = hashlib.blake2b(data).digest()
+        if digest not in kept:
+            kept[digest] = load(data)
+            object.__setattr__(kept[digest], "loaded_from", digest)
+        return kept[digest]
 
     def encoded(self: SafeTokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         of = getattr(self, "loaded_from", None)
@@ -78,6 +82,31 @@ def long_texts_are_encoded_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(foreign_tokenizer, "load", loaded)
         patch.setattr(SafeTokenizer, "encode_each", encoded)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers_are_compared_once() -> Iterator[None]:
+    """What transformers makes of a folder's texts does not depend on its weights: it is asked once for files with the same
+    bytes, and again where a test puts something in its place."""
+    compare, known = tokenizer._compare, dict[tuple[object, ...], Any]()
+
+    def compared(folder: Path, *asked: Any) -> Any:
+        from transformers import AutoTokenizer
+
+        seen = hashlib.blake2b()
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.endswith(".index.json"):
+                seen.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+        own, *rest = asked
+        reader = AutoTokenizer.from_pretrained
+        key = (seen.digest(), getattr(reader, "__func__", reader), own, repr(rest))
+        if key not in known:
+            known[key] = compare(folder, *asked)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_compare", compared)
         yield
 
 
