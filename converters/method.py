@@ -100,6 +100,8 @@ class Method:
     propagates   with `calibrates`: the inputs of a layer are the outputs of the layers before it as stored, not as they were; a
                  resumed run then loads finished layers from the unfinished file
     rounds_head  with `calibrates`: the head is rounded by GPTQ over the outputs of the layers, not to nearest
+    weighs_tokens  with `calibrates`: decoder layers are rounded by GPTQ, and their inputs are the checkpoint's, each channel
+                 times a factor at most: what massive tokens count is tried (probing/massive.py)
     studies      has a `study`
     pools        it can be had for a model that embeds texts: the last norm gives what it gave
     keeps_integers  weights that the source has in integers are stored as they are, head and embedding too; layers that other
@@ -114,6 +116,7 @@ class Method:
     calibrates: bool = False
     propagates: bool = False
     rounds_head: ClassVar[bool] = False
+    weighs_tokens: bool = False
     studies: bool = False
     pools: ClassVar[bool] = True
     keeps_integers: ClassVar[bool] = False

@@ -75,11 +75,13 @@ class Forward(ABC):
     """Holds what enters the next block of a stack.
 
     states   float32 [rows, tokens, channels] of each batch
+    massive  (index of a block, path of a module) -> what a massive token counts in the moments of its inputs; others: 1
     """
 
     def __init__(self, family: Family, config: Stack, tensors: Tensors, compute: Compute) -> None:
         """`compute`: where blocks run; the states stay on the CPU."""
         self.family, self.config, self._tensors, self.compute = family, config, tensors, compute
+        self.massive: Mapping[tuple[int, str], float] = {}
 
     @property
     @abstractmethod

@@ -14,6 +14,8 @@ from torch import Tensor
 
 MOMENT_BYTES = 512 << 20
 """Moments of several layers that are collected in one pass; those of one may be larger."""
+MASSIVE = 100
+"""Squared norm of the input of a massive token, at least, in medians of all tokens'."""
 TILE = 1024
 """Columns of a product at a time: M is symmetric, so that only the tiles on and above its diagonal are multiplied."""
 
@@ -60,6 +62,25 @@ class Moments:
         """Make these the moments of x / scale."""
         self.matrix.div_(scale).div_(scale[:, None])
         self._magnitude /= scale
+
+
+def massive(x: Tensor) -> Tensor:
+    """Which inputs [tokens, columns] are of massive tokens (Sun et al. 2024, arXiv 2402.17762): bool [tokens].
+
+    Where most inputs are 0 there is nothing to compare with, and none is.
+    """
+    squares = x.square().sum(-1)
+    median = squares.median()
+    return (squares > MASSIVE * median) & (median > 0)
+
+
+def counted(x: Tensor, weights: Tensor | None, share: float) -> Tensor | None:
+    """What each token of inputs [tokens, columns] counts in their moments: its weight, of [tokens], times `share` if it is a
+    massive one; None: all the same."""
+    if share == 1:
+        return weights
+    of_massive = torch.where(massive(x), share, 1.0)
+    return of_massive if weights is None else weights * of_massive
 
 
 def has_bf16() -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.forward import CalibrationBatch, Forward
-from edgeq.converters.calibration.moments import Moments
+from edgeq.converters.calibration.moments import Moments, counted
 from edgeq.converters.calibration.torch_decoder import DecoderLayer, TorchAttention, TorchExperts
 from edgeq.format.manifest import MODALITIES
 
@@ -39,7 +39,7 @@ class Staged:
     """
 
     def __init__(self, forward: Forward, index: int, block: nn.Module, weighed: bool = False) -> None:
-        """`weighed`: tokens count in moments as `weights` says."""
+        """`weighed`: tokens count in moments as `weights` and the massive shares of `forward` say."""
         self._block, self._forward, self._index, self._weighed = block, forward, index, weighed
         self._kept: tuple[str, Moments] | None = None
         self.largest: dict[str, Tensor] = {}
@@ -79,6 +79,10 @@ class Staged:
         """What each token of the inputs of module `path` counts, [tokens] of each batch; None: all the same."""
         return None
 
+    def massive_share(self, path: str) -> float:
+        """What a massive token counts in the moments of module `path`, where others count 1."""
+        return self._forward.massive.get((self._index, path), 1.0)
+
     @torch.no_grad()
     def moments(self, path: str) -> Moments:
         """The moments of the inputs of module `path`; of the module asked for last they are kept until `changed`."""
@@ -88,8 +92,9 @@ class Staged:
             assert isinstance(module, nn.Linear)
             found, largest = Moments(module.in_features, device), torch.zeros(MODALITIES, module.in_features, device=device)
             weights = self.weights(path) if self._weighed else None
+            share = self.massive_share(path) if self._weighed else 1.0
             for number, (x, visual) in enumerate(self.inputs(path)):
-                found.add(x, weights[number] if weights else None)
+                found.add(x, counted(x, weights[number] if weights else None, share))
                 add_largest(largest, x, visual)
             self._kept, self.largest[path] = (path, found), largest
         return self._kept[1]

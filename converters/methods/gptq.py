@@ -3,7 +3,8 @@
 A decoder layer is quantized in the order of execution, every linear layer over inputs that come through the ones already
 quantized ("true sequential"); the next layer's inputs come from the quantized layer.  With act_order columns go by falling
 moments; the grids of their groups are then fixed beforehand ("static groups"), so that nothing is left to gather at run time.
-What is done to one matrix is in edgeq.converters.rounding.columns.
+What is done to one matrix is in edgeq.converters.rounding.columns.  Not all tokens count alike in the moments
+(calibration/staged.py); what a massive one counts is tried beforehand (probing/massive.py).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Gptq(FoldedRotation):
     calibrates = True
     propagates = True
     rounds_head = True
+    weighs_tokens = True
     passes = 4
 
     @property

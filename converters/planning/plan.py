@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from edgeq.converters.calibration.dataset import Calibration
     from edgeq.converters.calibration.samples import PictureSamples
 
+JUDGED, FITTED = 1024, 8192
+"""Tokens of the calibration text on which it is tried what massive tokens count, and that GPTQ has there, or a row of each."""
 DEVICE_BASELINE = 64 << 20
 """Workspaces of a GPU's libraries, and what is lost between the blocks that torch takes of its memory."""
 
@@ -142,6 +144,20 @@ class ConversionPlan:
         return DATA_OFFSET + self.contents.nbytes + 512 * self.contents.segments
 
     @property
+    def tries_massive(self) -> bool:
+        """Whether it is tried what massive tokens count (probing/massive.py): there is a text, and a pass back through every
+        layer, none of which has a state or reads what another one kept."""
+        from edgeq.converters.calibration.samples import PictureSamples
+
+        c = self.method.stack
+        if not self.method.weighs_tokens or self.calibration is None or isinstance(self.calibration, PictureSamples):
+            return False
+        if not isinstance(c, ModelConfig) or c.pooling is not None or c.policy is not None or c.bidirectional:
+            return False
+        shares = any(c.shares_cache(layer) for layer in range(c.num_hidden_layers))
+        return not (shares or c.hidden_size_per_layer_input or c.state_layers)
+
+    @property
     def memory_bytes(self) -> int:
         """The promise: anonymous memory that the conversion will not exceed."""
         scales = max(item.scale_bytes for step in self.steps for item in step.items if isinstance(item, LinearItem))
@@ -166,7 +182,19 @@ class ConversionPlan:
             pictures += self._expert_bytes(layer)
         # Tuning has inputs and targets beside the outputs.
         kept = (1 + tunes) * 4 * kept_numbers(c, tokens)
-        return always + pictures + kept + (1 + 2 * tunes) * 4 * tokens * c.hidden_size + max(work)
+        found = always + pictures + kept + (1 + 2 * tunes) * 4 * tokens * c.hidden_size + max(work)
+        return max(found, always + self._trial_bytes()) if self.tries_massive else found
+
+    def _trial_bytes(self) -> int:
+        """Memory that it takes to try what massive tokens count: states and gradients of every layer over the rows that are
+        judged on, the states of the others, and a layer on its way back, a row at a time; or the logits at the end."""
+        assert self.calibration is not None
+        c, length = self.method.config, self.calibration.longest
+        judged, fitted = max(JUDGED, length), max(FITTED, length)
+        _, logits = measurement_bytes(c, judged)
+        states = 4 * c.hidden_size * (2 * (c.num_hidden_layers + 1) * judged + fitted)
+        work = self.layer_bytes + self.largest_bytes + max(2 * self.batch_bytes(1), self.batch_bytes(BATCH_ROWS))
+        return states + max(work, logits + 6 * SLAB_BYTES)
 
     def device_bytes(self, rows: int) -> int:
         """The promise for a GPU that computes so many rows of tokens at a time: the most memory that is taken of it.

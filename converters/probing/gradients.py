@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from edgeq.converters.budget.part_names import HEAD
 from edgeq.converters.budget.parts import AllocationPart
+from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import LogSumExp, capped, head_slabs, last_norm
+from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.probe import Matrix, Probe, moments_over
 from edgeq.converters.probing.record import Divergences
@@ -34,6 +36,7 @@ from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe
 from edgeq.converters.rounding.quantizer import quantize
 from edgeq.format.codec import ROWS
+from edgeq.network.config import ModelConfig
 
 DEEP = 16
 """Decoder layers up to which every part is measured."""
@@ -82,7 +85,7 @@ class GradientProbe(Probe):
             short.unload(module)
         exact = short.hidden
         self._check_outputs(exact)
-        gradients = [gradient_at_end(self.plan, exact)]
+        gradients = [gradient_at_end(self.plan.method.stored_config, self.plan.model, self.plan.compute, exact)]
         for layer in range(layers - 1, 0, -1):
             self.on_progress(2 * layers - layer, 8 * layers, f"probe, back through layer {layer + 1} of {layers}")
             module = short.load(layer)
@@ -139,30 +142,29 @@ class GradientProbe(Probe):
 
 
 @torch.no_grad()
-def gradient_at_end(plan: ConversionPlan, exact: Tensor) -> Tensor:
+def gradient_at_end(config: ModelConfig, tensors: Tensors, compute: Compute, exact: Tensor) -> Tensor:
     """The gradient of -log p(label), summed over the tokens, at outputs of the last layer float32 [rows, tokens, hidden].
 
     A label of every token is drawn from the prediction, by the largest logit with Gumbel's noise added, always with the same.
     """
-    config, tensors = plan.method.stored_config, plan.model
     norm, random = last_norm(config, tensors), torch.Generator().manual_seed(0)
     with torch.enable_grad():
         states = exact.clone().requires_grad_()
         normed = norm(states).flatten(0, 1)
-    h = plan.compute.put(normed.detach())
+    h = compute.put(normed.detach())
     total, best = LogSumExp.of(len(h)), torch.full((len(h),), -torch.inf)
     labels, first = torch.zeros(len(h), dtype=torch.int64), 0
     for rows in head_slabs(tensors.rows, config, len(h)):
-        logits = capped(h @ plan.compute.put(torch.from_numpy(rows)).T, config)
+        logits = capped(h @ compute.put(torch.from_numpy(rows)).T, config)
         total.add(logits)
         noise = -torch.empty(logits.shape).exponential_(generator=random).log_()
         highest, place = (logits.cpu() + noise).max(1)
         labels = torch.where(highest > best, place + first, labels)
         best, first = torch.maximum(best, highest), first + len(rows)
     gradient, first = torch.zeros_like(h), 0
-    norms = plan.compute.put(total.value.float())[:, None]
+    norms = compute.put(total.value.float())[:, None]
     for rows in head_slabs(tensors.rows, config, len(h)):
-        weight = plan.compute.put(torch.from_numpy(rows))
+        weight = compute.put(torch.from_numpy(rows))
         logits = capped(h @ weight.T, config)
         of_logits = (logits - norms).exp()
         inside = (labels >= first) & (labels < first + len(rows))

@@ -21,6 +21,7 @@ from edgeq.converters.methods.gptq import moments_bytes
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.probing.estimate import grid
 from edgeq.converters.probing.gradients import GradientProbe, by_gradients
+from edgeq.converters.probing.massive import massive_shares
 from edgeq.converters.probing.probe import OnProgress, Probe
 from edgeq.converters.probing.record import Divergences, Record
 from edgeq.converters.rounding.columns import SLAB_ELEMENTS
@@ -66,7 +67,8 @@ class Measurements:
             # One that ran out of memory has kept what it measured.
             plan = replace(self.plan, compute=compute)
             probe = GradientProbe if by_gradients(plan) else Probe
-            for measured in probe(plan, missing(), lambda part: codecs[part.name], self.rows, on_progress).run():
+            shares = massive_shares(plan)
+            for measured in probe(plan, missing(), lambda part: codecs[part.name], self.rows, on_progress, shares).run():
                 self.record.keep(measured)
 
         if not missing():
@@ -145,4 +147,6 @@ def probe_bytes(plan: ConversionPlan) -> int:
         states += plan.batch_bytes(BATCH_ROWS)
     layer = plan.layer_bytes + max(plan.batch_bytes(BATCH_ROWS), 6 * 4 * SLAB_ELEMENTS) + max(working)
     head = logits + 6 * SLAB_BYTES + moments_bytes(config.hidden_size)
-    return BASELINE + rotating + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)
+    found = BASELINE + rotating + 4 * plan.calibration.tokens * config.hidden_size + states + max(layer, head)
+    # Before it, it is tried what massive tokens count, which the conversion has room for.
+    return max(found, plan.memory_bytes) if plan.tries_massive else found

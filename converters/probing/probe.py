@@ -13,8 +13,8 @@ outputs of the layer with each of them, and these through all later layers.  Mem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -26,7 +26,7 @@ from edgeq.converters.budget.parts import AllocationPart
 from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.head import ChangedTable, Rounded, gptq_rounding, last_norm, unchanged
-from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments
+from edgeq.converters.calibration.moments import MOMENT_BYTES, Moments, counted
 from edgeq.converters.calibration.staged import staged
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.planning.plan import ConversionPlan
@@ -47,6 +47,7 @@ class Probe:
 
     missing  the parts that are measured, in the codecs of `grid`
     rows     the token rows that are run, int64 [rows, length]
+    massive  what massive tokens count in moments, as in Forward
     """
 
     plan: ConversionPlan
@@ -54,6 +55,7 @@ class Probe:
     grid: Callable[[AllocationPart], Sequence[Codec]]
     rows: Tensor
     on_progress: OnProgress
+    massive: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
     @torch.no_grad()
     def run(self) -> Iterator[Divergences]:
@@ -95,8 +97,10 @@ class Probe:
             )
 
     def _forward(self, rows: Tensor, tensors: Tensors | None = None) -> BlockForward:
-        plan = self.plan
-        return BlockForward(plan.checkpoint, plan.method.family, plan.method.config, rows, tensors or plan.model, plan.compute)
+        plan, model = self.plan, tensors or self.plan.model
+        found = BlockForward(plan.checkpoint, plan.method.family, plan.method.config, rows, model, plan.compute)
+        found.massive = self.massive
+        return found
 
     def _through(self, forward: BlockForward, first: int, states: list[Tensor]) -> list[Tensor]:
         """`states` [rows, length, hidden], inputs of layer `first`, after the last layer, in the same list."""
@@ -232,7 +236,7 @@ def moments_over(forward: BlockForward, layer: int, module: nn.Module, matrices:
         batch, left = left[:count], left[count:]
         found = [Moments(matrix.item.columns, forward.compute.device) for matrix in batch]
         observers = {
-            matrix.path: partial(_add, moments, iter(run.weights(matrix.path) or ()))
+            matrix.path: partial(_add, moments, iter(run.weights(matrix.path) or ()), run.massive_share(matrix.path))
             for matrix, moments in zip(batch, found, strict=True)
         }
         forward.watch(layer, module, observers, advance=not left)
@@ -240,8 +244,9 @@ def moments_over(forward: BlockForward, layer: int, module: nn.Module, matrices:
             yield found.pop(0)
 
 
-def _add(moments: Moments, weights: Iterator[Tensor], x: Tensor) -> None:
-    moments.add(x.reshape(-1, x.shape[-1]), next(weights, None))
+def _add(moments: Moments, weights: Iterator[Tensor], share: float, x: Tensor) -> None:
+    x = x.reshape(-1, x.shape[-1])
+    moments.add(x, counted(x, next(weights, None), share))
 
 
 def _rounded(rows: Tensor, first: int, codec: Codec, round_rows: RoundRows) -> Tensor:

@@ -22,6 +22,7 @@ from edgeq.converters.calibration.tower_forward import TowerForward
 from edgeq.converters.checkpoint.slabs import RowReader, Tensors
 from edgeq.converters.method import Block, Method, Study, features_of
 from edgeq.converters.planning.plan import PrecisionChoice
+from edgeq.converters.probing.massive import Shares, massive_shares
 from edgeq.converters.probing.measurements import probe_rows
 from edgeq.converters.probing.outcome import divergence_of_file
 from edgeq.converters.rounding.linears import LinearItem, RoundRows
@@ -111,6 +112,9 @@ class CalibratedRun(ConversionRun):
         decoder: TokenForward | None = None
         expert: ExpertForward | None = None
         exact: BlockForward | None = None
+        shares: Shares = {}
+        if self.tries:
+            shares = massive_shares(self.plan, lambda done: self.stages.at(STUDY, done, "tokens unlike the others"))
         for index, step in enumerate(self.plan.steps[:-1]):
             method, finished, forward = step.method, index < self.skip, cast(Forward | None, None)
             if step.block is not None and method.calibrates:
@@ -120,6 +124,7 @@ class CalibratedRun(ConversionRun):
                     forward = tower = tower or self._tower_forward(method, tensors)
                 else:
                     forward = decoder = decoder or self._forward(tensors, features=tower.states if tower else None)
+                    forward.massive = shares
             if step.block is None or forward is None:
                 if not finished:
                     self.write(index, step, tensors.rows, self.deliver(step, tensors.rows, {}))

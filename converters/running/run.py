@@ -44,7 +44,9 @@ class ConversionRun:
             left -= sum(len(item.nbytes) for item in plan.steps[self.skip].items)
             self.skip += 1
         self.kept = journal.study() if self.method.studies else None
-        self.stages = Stages(plan, self.skip, self.method.studies and self.kept is None, on_progress)
+        studies = self.method.studies and self.kept is None
+        self.tries = plan.tries_massive and self.skip < len(plan.steps) - 1
+        self.stages = Stages(plan, self.skip, studies or self.tries, on_progress)
         if 0 < self.skip < len(plan.steps):
             warn(f"continuing at {plan.steps[self.skip].label}")
 

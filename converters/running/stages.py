@@ -52,7 +52,7 @@ class Stages:
         on_progress: OnProgress,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`skip`: steps finished before; `studies`: the method's statistics are still to be made.
+        """`skip`: steps finished before; `studies`: statistics of the whole model are still to be made.
 
         trial_after   the step after which the stage TRIAL comes, where no layer of the run needs a pass; None: it does not come
         """

@@ -55,7 +55,7 @@ def test_the_gradient_at_the_end_is_that_of_the_labels_log_likelihood(checkpoint
     plan = plan_of(checkpoint("llama_gqa", num_hidden_layers=1))
     config, random = plan.method.stored_config, torch.Generator().manual_seed(1)
     states = torch.randn(2, 700, config.hidden_size, generator=random)
-    found = gradient_at_end(plan, states)
+    found = gradient_at_end(config, plan.model, plan.compute, states)
     norm, head = last_norm(config, plan.model), torch.from_numpy(plan.model.whole("model.embed_tokens.weight"))
     states.requires_grad_()
     logits = norm(states) @ head.T
