@@ -82,6 +82,9 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Workers, and the commands that tests start, load what one of them has compiled, even where the shell says to write no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
+# A worker for each core: threads of numpy's BLAS would wait busily for one another beside them.
+test test-exhaustive test-cuda test-real: export OPENBLAS_NUM_THREADS := 1
+
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive and not real"
 
