@@ -278,6 +278,7 @@ class PromptRow:
     share: float
 
 
+@cache
 def chunk_cycles(board: str, panels: bool, bits: int, mode16: bool, group: int) -> tuple[float, float]:
     """Cycles of a chunk of a block, 512 weights, for a token of a long prompt; and those of its multiplications alone.
 
