@@ -304,11 +304,11 @@ WAYS = {"at_once": 256, "chunked": 7, "token_by_token": 1}
 @pytest.mark.parametrize(
     ("rows", "prompt", "name", "target"),
     [
-        # Of the ways to cut a prompt one, by turns of the models, the prompts and the targets.
-        pytest.param(rows, prompt, name, target, id=f"{way}-{prompt}-{name}-{target}")
-        for (i, name), (j, prompt), (k, target) in product(enumerate(NAMES), enumerate(PROMPTS), enumerate(TARGETS))
+        # Every model with every prompt, on targets and in ways to cut the prompt by turns: every two of the four meet.
+        pytest.param(rows, prompt, name, TARGETS[(i + j) % 2], id=f"{way}-{prompt}-{name}-{TARGETS[(i + j) % 2]}")
+        for (i, name), (j, prompt) in product(enumerate(NAMES), enumerate(PROMPTS))
         for n, (way, rows) in enumerate(WAYS.items())
-        if (i + j + k) % 3 == n
+        if (i - j) % 3 == n
     ],
 )
 def test_logits_equal_transformers_everywhere(case: Get, target: str, name: str, prompt: str, rows: int) -> None:
