@@ -35,17 +35,21 @@ def divergence(exact: NDArray[np.float32], found: NDArray[np.float32]) -> float:
     return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
 
-def in_turn(choices: tuple[str, ...]) -> list[Any]:
-    """Every family with every choice; in `make test` every fourth family, with one of them by turns."""
+def in_turn(choices: tuple[str, ...], always: tuple[str, ...] = ()) -> list[Any]:
+    """Every family with one of the choices, by turns, and with those of `always`; in `make test` every fourth family with its
+    turn."""
     found = []
     for i, family in enumerate(FAMILIES):
+        turn = choices[i // 4 % len(choices)]
         for each in choices:
-            marks = () if i % 4 == 0 and each == choices[i // 4 % len(choices)] else pytest.mark.exhaustive
-            found.append(pytest.param(family, each, marks=marks, id=f"{family}-{each}"))
+            if each == turn or each in always:
+                marks = () if i % 4 == 0 and each == turn else pytest.mark.exhaustive
+                found.append(pytest.param(family, each, marks=marks, id=f"{family}-{each}"))
     return found
 
 
-@pytest.mark.parametrize(("family", "method"), in_turn(METHODS))
+# Rounding to nearest, which no family changes, is that of the file below.
+@pytest.mark.parametrize(("family", "method"), in_turn(METHODS, always=("awq", "gptq")))
 def test_four_bits_lose_little_and_targets_agree(family: str, method: str, model_path: Callable[..., Path]) -> None:
     exact = logits_of(load(model_path(family, ROUNDED, method="none", dtype="f32"), "reference"))
     calibrated = {} if method == "rtn" else {"calibration_rows": 4, "calibration_length": 128}
