@@ -174,26 +174,42 @@ def numbers_of(codec: Codec) -> tuple[object, ...]:
     return codec.kind, codec.symmetric, codec.wide
 
 
+def sizes_of(codec: Codec) -> list[int]:
+    """The sizes of groups that there are with these bits and these numbers beside them."""
+    return [each.group_size for each in INTEGER_CODECS if (each.bits, numbers_of(each)) == (codec.bits, numbers_of(codec))]
+
+
 def tried(below: int, codec: Codec, mode: str) -> bool:
     """Whether products in this codec are tried in this mode on an instruction set that so many of this machine are better than.
 
     A kernel depends on the instruction set, the mode, the bits, what groups have beside a scale and whether they have 16
     channels, 32 or more: 300 kernels for decode and as many for prefill on each set, each compiled in about a second.  They are
-    made of a piece for each of these, so every two pieces are tried together, and not all.  Integers of four bits are tried
-    whole on every set, on the best one all integers and trellises.  Of others the best set has every size of groups, in modes
-    by turns.  The other sets have integers in both modes and two of four sizes, where zero points are stored the other two;
-    and of each width of what few files have one size in one mode, by turns of the sets.
+    made of a piece for each of these, so every two pieces are tried together, and not all.
+
+    On the best set integers of four bits are tried whole, and of the other widths every mode and size, with zero points and
+    without by turns: what is added up, and could overflow, depends on these three.  What others have beside their integers
+    scales the same sums: four bits are tried in every size, another width in one, in modes by turns; a width that is looked up
+    in both modes.  The other sets have integers of four bits as the best one has other widths; else half of the sizes with
+    zero points and the others without, in modes by turns, and of what few files have each width in one size and mode.
     """
-    size, whole = codec.group_size, codec.kind == "int"
-    if codec.bits == 4 and (whole or not below) or not below and codec.kind in ("int", "trellis"):
-        return True
-    if not below:
-        return in_turn(codec.bits + GROUP_SIZES.index(size) + 1, mode)
-    if whole:
-        sizes = (128, 16) if codec.symmetric == (below != 1) else (32, 0)
+    size, number = codec.group_size, MODES.index(mode)
+    place = GROUP_SIZES.index(128 if size == 64 else size)
+    if codec.kind == "int":
+        if codec.bits == 4 and not below:
+            return True
+        if codec.bits == 4 or not below:
+            return codec.symmetric == ((codec.bits + place + number + below) % 2 == 0)
+        sizes = (16, 128) if codec.symmetric == (below % 2 == 1) else (32, 0)
         return size in sizes and in_turn(codec.bits + sizes.index(size), mode)
-    sizes = [each.group_size for each in INTEGER_CODECS if (each.bits, numbers_of(each)) == (codec.bits, numbers_of(codec))]
-    return size == sizes[(codec.bits + below + codec.wide) % len(sizes)] and in_turn(codec.bits + below // 2, mode)
+    sizes = sizes_of(codec)
+    if below:
+        return size == sizes[(codec.bits + below + codec.wide) % len(sizes)] and in_turn(codec.bits + below // 2, mode)
+    if codec.bits == 4 and codec.kind != "trellis":
+        return in_turn(codec.bits + GROUP_SIZES.index(size) + 1, mode)
+    looked_up = codec.kind in ("table", "trellis")
+    first = codec.bits - (codec.wide or codec.kind != "table") + number * (len(sizes) // 2)
+    turn = size == sizes[first % len(sizes)]
+    return turn and (looked_up or in_turn(codec.bits, mode)) or codec.kind == "trellis" and size == 32
 
 
 def product_case(isa: str, codec: Codec, mode: str):
