@@ -12,7 +12,7 @@ from edgeq.targets import load
 from edgeq.targets.family_operations import GatedAdd
 from edgeq.targets.graph import CacheSpec, Embed, Experts, Graph, Linear, Route, Select
 from edgeq.targets.target import Options
-from tests.targets.cases import HERE, Arrays, matrix, rows_of, weight
+from tests.targets.cases import HERE, MODES, Arrays, case, matrix, rows_of, weight
 from tests.targets.test_cpu_kernels import identity
 
 HIDDEN, INNER, AMX = 64, 48, "avx512-amx"
@@ -135,9 +135,13 @@ def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chose
     assert np.abs(y - oracle).max() < 1e-3 and np.abs(y - x).max() > 0.05
 
 
-@pytest.mark.parametrize("mode", ["a16", "a8"])
 @pytest.mark.parametrize(
-    "codec", [*CODECS[1:3], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)], ids=lambda c: c.name
+    ("codec", "mode"),
+    [
+        *(pytest.param(codec, mode, id=f"{codec.name}-{mode}") for codec in CODECS[1:3] for mode in MODES),
+        # The others in one mode, by turns.
+        *(case(codec, MODES[i % 2], common=False, id=f"{codec.name}-{MODES[i % 2]}") for i, codec in enumerate(OTHERS)),
+    ],
 )
 def test_a_row_is_bit_equal_whatever_runs_beside_it(codec, mode):
     arrays, x = Arrays(), inputs(40)
