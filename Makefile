@@ -88,8 +88,9 @@ test test-exhaustive test-cuda test-real: export OPENBLAS_NUM_THREADS := 1
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive and not real"
 
+# All exhaustive tests of tests/cuda are marked `cuda`: every process would collect its thousands for nothing.
 test-exhaustive: $(VENV)/installed-test
-	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive and not cuda"
+	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive and not cuda" --ignore tests/cuda
 
 # Published models as they are; where a file is not there, its tests are skipped.  Gemma 3 270M comes in four parts and is under Gemma's
 # terms of use (GEMMA_TERMS.html of the package): it is for the tests alone.
