@@ -1,4 +1,7 @@
-"""Packers of published layouts, a bit, a channel or a row at a time: what the readers are held against.  Nothing here is shared with them."""
+"""Packers of published layouts, for a bit, a channel or a row at a time: what the readers are held against.
+
+Nothing here is shared with them.
+"""
 
 from __future__ import annotations
 
