@@ -23,7 +23,7 @@ PRODUCTS += [Variant("matmul", each) for each in ((8, "s4", False, 128), (3, "tr
 """What takes the most registers of all that lies beside integers."""
 SHARE = {Variant("matvec", (4, True, True, 128)), Variant("matmul", (4, True, False, 128))}
 """What `make test` compiles; the rest is for `make test-cuda`."""
-ON_89 = {*SHARE, *(Variant("matmul", (bits, True, True, 32)) for bits in BITS)}
+EVERYWHERE = {*SHARE, *(Variant("matmul", (bits, True, True, 32)) for bits in BITS)}
 VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in PRODUCTS]
 
 
@@ -32,4 +32,4 @@ VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, 
 def test_a_product_compiles_for_every_gpu_and_spills_nothing(variant: Variant) -> None:
     if reason := nvrtc.refusal():
         pytest.skip(reason)
-    compiles_for_every_gpu(variant, every=variant in ON_89, sm_89=variant in ON_89)
+    compiles_for_every_gpu(variant, every=variant in EVERYWHERE)
