@@ -146,8 +146,8 @@ def compiled(code: str, name: str, *flags: str, many: bool = False) -> Path:
     return library
 
 
-def compiled_kernel(generated: Generated, *flags: str) -> Path:
-    return compiled(translated(generated), generated.variant.symbol, "-O1", *flags, many=True)
+def compiled_kernel(generated: Generated, *flags: str, level: str = "-O1") -> Path:
+    return compiled(translated(generated), generated.variant.symbol, level, *flags, many=True)
 
 
 class _Block:
@@ -231,6 +231,7 @@ class EmulatedKernel:
 
 class EmulatedDevice:
     """launches   how many kernels ran, by symbol;  replays: how many recordings that have no marks
+    level      how much g++ optimizes its kernels, which gives the same bits
     held       blocks of threads of any kernel that a multiprocessor is to hold
     started    recordings whose steps were not done yet
     on_load    of all of them: is told which kernels are loaded
@@ -241,8 +242,8 @@ class EmulatedDevice:
     held = 4
     on_load: ClassVar[Callable[[list[Variant]], None]] = staticmethod(lambda variants: None)
 
-    def __init__(self, order: int = FORWARD) -> None:
-        self.order = order
+    def __init__(self, order: int = FORWARD, level: str = "-O1") -> None:
+        self.order, self.level = order, level
         self.launches: dict[str, int] = {}
         self.replays = 0
         self.started: deque[EmulatedRecording] = deque()
@@ -296,7 +297,7 @@ class EmulatedDevice:
         kernels, loaded = list(kernels), dict[Variant, Kernel]()
         self.on_load([each.variant for each in kernels])
         for generated in kernels:
-            library = compiled_kernel(generated, *(CHECKS if self.order == CHECKED else []))
+            library = compiled_kernel(generated, *(CHECKS if self.order == CHECKED else []), level=self.level)
             loaded[generated.variant] = EmulatedKernel(generated, ctypes.CDLL(str(library)))
         return loaded
 

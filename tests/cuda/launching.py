@@ -19,7 +19,8 @@ Arrays = dict[str, np.ndarray]
 
 def launched(generated: Generated, arrays: Arrays, scalars: dict[str, int | float], order: int = FORWARD) -> Arrays:
     """The arrays after one launch of a kernel; those that it does not write come back as they were."""
-    device = EmulatedDevice(order)
+    # To optimize a kernel takes longer than a launch or two of it gain.
+    device = EmulatedDevice(order, level="-O0")
     loaded = device.load([generated])[generated.variant]
     memory = {name: upload(device, array) for name, array in arrays.items()}
     device.launch(loaded, *generated.bind({**scalars, **{name: m.address for name, m in memory.items()}}))

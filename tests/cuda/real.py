@@ -26,7 +26,7 @@ from tests.cuda.first_run import carried
 
 
 class RealDevice(DriverDevice):
-    """In place of an EmulatedDevice; a GPU has its own order of threads.
+    """In place of an EmulatedDevice; a GPU has its own order of threads, and its kernels are compiled already.
 
     pack    the only kernels that it has
     clock   of the host; an emulated device has one that tests turn
@@ -37,7 +37,7 @@ class RealDevice(DriverDevice):
     pack: ClassVar[Pack]
     held: ClassVar[DriverDevice | None] = None
 
-    def __init__(self, order: int = 0) -> None:
+    def __init__(self, order: int = 0, level: str = "") -> None:
         self.hold()
         super().__init__()
         self.order = order
