@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.errors import EdgeqError
-from edgeq.runtime.sampling import Logprobs, Sampler, among, logprobs
+from edgeq.runtime.sampling import Logprobs, Sampler, logprobs
 from edgeq.runtime.session.runs import BatchItem, Logits, run_largest, run_together
 from edgeq.runtime.session.session import Session
 from edgeq.runtime.speculative.lookup import Lookup
@@ -61,7 +61,7 @@ class Stream:
     def draw(self, logits: NDArray[np.float32] | Largest) -> None:
         """Draw the next token from logits float32 [vocab], or from the `needed` largest ones, and append it."""
         if isinstance(logits, Largest):
-            self.tokens.append(self.sampler.pick(among(logits, 0, self.sampler.sampling)))
+            self.tokens.append(self.sampler.draw_among(logits, 0))
         else:
             self.take(self.sampler.draw(logits, self.tokens), logits)
 
@@ -90,13 +90,15 @@ class PlainStepper:
         self.statistics = Speculation()
 
     def step(self, streams: Sequence[Stream], room: Sequence[int]) -> list[list[int]]:
-        starts = [len(stream.tokens) for stream in streams]
+        found = list[list[int]]()
         for stream, after in zip(streams, run_streams(streams, ahead=min(room) > 1)[0], strict=True):
+            start = len(stream.tokens)
             try:
                 stream.draw(after)
             except EdgeqError as error:
                 stream.error = error
-        return [stream.tokens[start:] for stream, start in zip(streams, starts, strict=True)]
+            found.append(stream.tokens[start:])
+        return found
 
 
 def run_streams(

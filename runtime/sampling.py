@@ -226,16 +226,6 @@ def candidates(logits: NDArray[np.float32], sampling: Sampling, history: Sequenc
     return _probable(tokens, scores, sampling)
 
 
-def among(largest: Largest, row: int, sampling: Sampling) -> Candidates:
-    """What `candidates` gives, from the `needed` largest logits.  FormatError: as `candidates`."""
-    if not largest.finite[row]:
-        raise FormatError(NOT_FINITE)
-    tokens = largest.ids[row, : sampling.top_k if sampling.temperature else 1].astype(np.int64)
-    if sampling.temperature == 0:
-        return certain(int(tokens[0]))
-    return _probable(tokens, largest.values[row, : len(tokens)].astype(np.float64), sampling)
-
-
 def repetitions(sampling: Sampling, history: Sequence[int], rules: Rules) -> dict[int, float]:
     """What tokens lose that would go on with a repetition, and below 0 what those gain that end a text which goes round."""
     if not sampling.dry_multiplier:
@@ -249,10 +239,15 @@ def repetitions(sampling: Sampling, history: Sequence[int], rules: Rules) -> dic
 
 def needed(sampling: Sampling, history: Sequence[int] = (), rules: Rules = NO_RULES) -> int:
     """The largest logits that the draw after `history` needs; 0: all, as it changes them or has no top_k."""
+    found = _needed_of_any(sampling, rules)
+    return 0 if found and repetitions(sampling, history, rules) else found
+
+
+def _needed_of_any(sampling: Sampling, rules: Rules) -> int:
+    """As `needed`, after a history that repeats nothing."""
     if sampling.changes_logits or rules.min_tokens or rules.processors or rules.matcher:
         return 0
-    found = sampling.top_k if sampling.temperature else 1
-    return 0 if found and repetitions(sampling, history, rules) else found
+    return sampling.top_k if sampling.temperature else 1
 
 
 def _probable(tokens: NDArray[np.int64], scores: ArrayF64, sampling: Sampling) -> Candidates:
@@ -261,17 +256,20 @@ def _probable(tokens: NDArray[np.int64], scores: ArrayF64, sampling: Sampling) -
     # tokens the system takes longer to give a new array than the sums take.
     scores -= scores.max()
     scores /= sampling.temperature
-    probabilities = _softmax(scores)
+    np.exp(scores, out=scores)
+    total = float(scores.sum())
+    assert math.isfinite(total)
+    scores /= total
+    probabilities = scores
     if sampling.top_p < 1:
         # Tokens below (1 - top_p) / n weigh less than 1 - top_p together, so the set lies among the others: sort only those.
         # Half of it keeps the argument true when sums are rounded.
-        likely = np.flatnonzero(probabilities >= (1 - sampling.top_p) / (2 * len(probabilities)))
+        likely = (probabilities >= (1 - sampling.top_p) / (2 * len(probabilities))).nonzero()[0]
         tokens, probabilities = tokens[likely], probabilities[likely]
-    if sampling.top_p < 1:
         if not sampling.top_k:
             order = np.argsort(-probabilities, kind="stable")
             tokens, probabilities = tokens[order], probabilities[order]
-        count = int(np.searchsorted(np.cumsum(probabilities), sampling.top_p)) + 1
+        count = int(probabilities.cumsum().searchsorted(sampling.top_p)) + 1
         tokens, probabilities = tokens[:count], probabilities[:count]
     if sampling.min_p > 0:
         likely = probabilities >= sampling.min_p * probabilities.max()
@@ -304,10 +302,12 @@ class Sampler:
     def __init__(self, sampling: Sampling, rules: Rules = NO_RULES, sample: int = 0) -> None:
         self.sampling, self.rules = sampling, rules
         self._uniforms = Uniforms(sampling.seed, sample)
+        self._needed = _needed_of_any(sampling, rules)
 
     def needed(self, history: Sequence[int]) -> int:
         """The largest logits that the draw after `history` needs; 0: all."""
-        return needed(self.sampling, history, self.rules)
+        # Between two tokens a GPU may wait for this.
+        return needed(self.sampling, history, self.rules) if self.sampling.dry_multiplier else self._needed
 
     def candidates(self, logits: NDArray[np.float32], history: Sequence[int]) -> Candidates:
         return candidates(logits, self.sampling, history, self.rules)
@@ -324,8 +324,19 @@ class Sampler:
     def pick(self, among: Candidates) -> int:
         """One of the candidates, by their probabilities."""
         tokens, probabilities = among
-        at = int(np.searchsorted(np.cumsum(probabilities), self.uniform(), side="right"))
+        at = int(probabilities.cumsum().searchsorted(self.uniform(), side="right"))
         return int(tokens[min(at, len(tokens) - 1)])
+
+    def draw_among(self, largest: Largest, row: int) -> int:
+        """The next token, from the `needed` largest logits of that row.  FormatError: logits that are not finite."""
+        if not largest.finite[row]:
+            raise FormatError(NOT_FINITE)
+        sampling, ids = self.sampling, largest.ids[row]
+        if sampling.temperature == 0:
+            # There is one, and nothing to draw.
+            return int(ids[0])
+        scores = largest.values[row, : sampling.top_k].astype(np.float64)
+        return self.pick(_probable(ids[: sampling.top_k].astype(np.int64), scores, sampling))
 
     def draw(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The next token, from logits float32 [vocab] and all tokens before it."""
@@ -381,13 +392,3 @@ def _largest(scores: ArrayF64, k: int) -> float:
         maxima = scores[: runs * RUN].reshape(RUN, runs).max(axis=0)
         scores = scores[scores >= np.partition(maxima, -k)[-k]]
     return float(np.partition(scores, -k)[-k])
-
-
-def _softmax(scores: ArrayF64) -> ArrayF64:
-    """Probabilities, in place of `scores`."""
-    scores -= scores.max()
-    np.exp(scores, out=scores)
-    total = float(scores.sum())
-    assert math.isfinite(total)
-    scores /= total
-    return scores

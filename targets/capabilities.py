@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -91,8 +90,7 @@ class Requantizable(Program, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Largest:
+class Largest(NamedTuple):
     """The largest numbers of rows of a result, in order, equals in the order of their ids.
 
     ids      int32 [rows, count];  values: float32 [rows, count]

@@ -22,7 +22,7 @@ def resolved(options: Options, chunk_rows: int = CHUNK_ROWS) -> Options:
 
 def check_rows(rows: Rows, options: Options, together: int = 1) -> None:
     """ValueError: more rows, or more wanted rows, than the program was compiled for; `together` wanted rows give one result."""
-    if not 0 < len(rows) <= options.max_rows or len(rows.wanted) > together * options.max_logits:
+    if not 0 < len(rows.tokens) <= options.max_rows or len(rows.wanted) > together * options.max_logits:
         raise ValueError(
             f"{len(rows)} rows, {len(rows.wanted)} of them wanted; this program was compiled for {options.max_rows} "
             f"and {options.max_logits}"

@@ -92,12 +92,13 @@ class KVCache:
 
     def missing(self, start: int, end: int) -> int:
         """Pages that `reserve` would make."""
-        within = range(start // PAGE, -(-end // PAGE))
-        return max(0, -(-end // PAGE) - len(self.pages)) + len(self._shared.intersection(within))
+        made = max(0, -(-end // PAGE) - len(self.pages))
+        return made + len(self._shared.intersection(range(start // PAGE, -(-end // PAGE)))) if self._shared else made
 
     def reserve(self, program: Program, start: int, end: int) -> None:
         """Make the positions from `start` to `end` writable: pages for them, of which no other cache holds one."""
-        self._drop(start)
+        if self._window:
+            self._drop(start)
         while len(self.pages) * PAGE < end:
             self.pages.append(program.new_page())
         if self._shared:
@@ -150,12 +151,11 @@ class KVCache:
 
     def _drop(self, start: int) -> None:
         """Drop what rows from `start` on do not see, nor those of a text that goes on from the mark again."""
-        if self._window:
-            first, marked = first_seen(start, self._window), self._marked()
-            for index in range(self._dropped, first):
-                if index not in marked:
-                    self.pages[index] = self.pages[index].without_windows()
-            self._dropped = max(self._dropped, first)
+        first, marked = first_seen(start, self._window), self._marked()
+        for index in range(self._dropped, first):
+            if index not in marked:
+                self.pages[index] = self.pages[index].without_windows()
+        self._dropped = max(self._dropped, first)
 
     def mark(self, position: int) -> None:
         """Keep what rows from `position` on see, in place of the position before: a text may go on from there again."""

@@ -5,11 +5,11 @@ A session gives the same bits in a run with others as in one of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from threading import Lock
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from edgeq.targets.states import SessionState
 RowOrder = Literal["sequence", "modality"]
 """Order of the rows of a run: as the tokens come, or those of pictures first."""
 Logits = NDArray[np.float32]
+R = TypeVar("R")
 
 
 class Runnable(Protocol):
@@ -39,15 +40,11 @@ class Runnable(Protocol):
     lock: Lock
     has_states: bool
     whole: WholeTexts | None
+    axes: int
+    ranges: tuple[int, ...]
 
     @property
     def pages(self) -> Sequence[Page]: ...
-
-    @property
-    def axes(self) -> int: ...
-
-    @property
-    def ranges(self) -> tuple[int, ...]: ...
 
     @property
     def runs_with(self) -> tuple[int, int]: ...
@@ -152,10 +149,13 @@ def run_together(items: Sequence[BatchItem], mode: Mode | None = None, *, summin
         for item in items:
             item.session.requantize()
     found = dict[int, Logits]()
+
+    def run(group: Sequence[BatchItem], rows: Rows) -> Logits:
+        # The next run, perhaps another session's, overwrites the program's own array.
+        return group[0].session.run_rows(rows, mode, summing).copy()
+
     for group in _by_weights(items):
-        with _rows_in_turn([items[i] for i in group]) as rows:
-            # The next run, perhaps another session's, overwrites the program's own array.
-            logits = items[group[0]].session.run_rows(rows, mode, summing).copy()
+        logits = _in_turn([items[i] for i in group], run)
         ends = accumulate(len(items[i].wanted) for i in group)
         found |= {i: logits[end - len(items[i].wanted) : end] for i, end in zip(group, ends, strict=True)}
     return [found[i] for i in range(len(items))]
@@ -167,11 +167,14 @@ def run_drafting(items: Sequence[BatchItem]) -> list[Logits]:
     The sessions have the tokens on return, and forget them again (`rewind`) before the model runs: it has not seen them.
     """
     found = dict[int, Logits]()
+
+    def run(group: Sequence[BatchItem], rows: Rows) -> Logits:
+        # Slot 0 of its cache is of the first token, which has no state before it.
+        rows.spans = np.stack([np.minimum(rows.slots, 1), rows.slots + 1])[None]
+        return group[0].session.draft_rows(rows).copy()
+
     for group in _by_weights(items):
-        with _rows_in_turn([items[i] for i in group]) as rows:
-            # Slot 0 of its cache is of the first token, which has no state before it.
-            rows.spans = np.stack([np.minimum(rows.slots, 1), rows.slots + 1])[None]
-            logits = items[group[0]].session.draft_rows(rows).copy()
+        logits = _in_turn([items[i] for i in group], run)
         found |= {i: logits[row : row + 1] for row, i in enumerate(group)}
     return [found[i] for i in range(len(items))]
 
@@ -183,42 +186,54 @@ def run_largest(items: Sequence[BatchItem], count: int, ahead: Sequence[Draw] = 
 
     None: nothing was run, as the target gives only all logits, or has no room for so many rows.
     """
-    if not all(0 < count <= item.session.most_largest(len(items)) for item in items):
-        return None
+    for item in items:
+        if not 0 < count <= item.session.most_largest(len(items)):
+            return None
     for item in items:
         item.session.requantize()
     found = dict[int, Largest]()
     for group in _by_weights(items):
-        with _rows_in_turn([items[i] for i in group]) as rows:
-            held = len(ahead) > 0 and all(items[i].session.holds(len(items[i].tokens) + 1) for i in group)
-            every = items[group[0]].session.largest_of(rows, count, [ahead[i] for i in group] if held else ())
-            for row, i in enumerate(group):
-                at = slice(row, row + 1)
-                found[i] = Largest(every.ids[at].copy(), every.values[at].copy(), every.finite[at].copy())
+        draws = [ahead[i] for i in group] if ahead else ()
+        ids, values, finite = _in_turn([items[i] for i in group], partial(_largest, count, draws))
+        for row, i in enumerate(group):
+            found[i] = Largest(ids[row : row + 1], values[row : row + 1], finite[row : row + 1])
     return [found[i] for i in range(len(items))]
+
+
+def _largest(count: int, ahead: Sequence[Draw], items: Sequence[BatchItem], rows: Rows) -> Largest:
+    """Those of one run, which the next run does not overwrite."""
+    if ahead:
+        for item in items:
+            if not item.session.holds(len(item.tokens) + 1):
+                ahead = ()
+                break
+    ids, values, finite = items[0].session.largest_of(rows, count, ahead)
+    return Largest(ids.copy(), values.copy(), finite.copy())
 
 
 def _by_weights(items: Sequence[BatchItem]) -> list[list[int]]:
     """The indices of the items, those that share a run together."""
+    if len(items) == 1:
+        return [[0]]
     groups = dict[tuple[int, int], list[int]]()
     for index, item in enumerate(items):
         groups.setdefault(item.session.runs_with, []).append(index)
     return list(groups.values())
 
 
-@contextmanager
-def _rows_in_turn(items: Sequence[BatchItem]) -> Iterator[Rows]:
-    """The rows of a run of sessions that share weights, between the runs of other threads; after it their tokens are the
-    sessions'."""
+def _in_turn(items: Sequence[BatchItem], run: Callable[[Sequence[BatchItem], Rows], R]) -> R:
+    """What `run` gives for the rows of sessions that share weights, between the runs of other threads; after it their tokens
+    are the sessions'."""
     session = items[0].session
     with session.lock:
         # Within the lock: another thread may close a session.
         for item in items:
             item.session.reserve(len(item.tokens))
         rows = _rows_of(items)
-        yield rows.by_modality() if session.row_order == "modality" else rows
+        found = run(items, rows.by_modality() if session.row_order == "modality" else rows)
         for item in items:
             item.session.append(item.tokens, item.places, item.whole)
+    return found
 
 
 def _positions(item: BatchItem, axes: int) -> NDArray[np.int32]:
@@ -233,20 +248,30 @@ def _of_text(positions: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def _rows_of(items: Sequence[BatchItem]) -> Rows:
     """The rows of a run: the items one after another, each continuing its session."""
-    # Lists of Python and one array of each: for the few rows of a decode step numpy's own ways take longer than a small model.
-    starts = list(accumulate((len(item.tokens) for item in items[:-1]), initial=0))
-    held = [len(item.session.tokens) for item in items]
-    slots = np.array([at for item, n in zip(items, held, strict=True) for at in range(n, n + len(item.tokens))], np.int32)
-    axes = items[0].session.axes
+    # Lists of Python and one array of all: for the few rows of a decode step numpy's own ways take longer than a small model.
+    session, starts, brings = items[0].session, list[int](), False
+    tokens, at, of, wanted, pages = list[int](), list[int](), list[int](), list[int](), list[Sequence[Page]]()
+    for index, item in enumerate(items):
+        start, count, held = len(tokens), len(item.tokens), len(item.session.tokens)
+        starts.append(start)
+        tokens += item.tokens
+        at += range(held, held + count)
+        of += [index] * count
+        for row in item.wanted:
+            wanted.append(start + row)
+        pages.append(item.session.pages)
+        brings = brings or item.vectors is not None
+    row_tokens, slots, sessions = np.array([tokens, at, of], np.int32)
+    axes = session.axes
     rows = Rows(
-        tokens=np.array([token for item in items for token in item.tokens], np.int32),
+        tokens=row_tokens,
         positions=slots[None] if axes == 1 else _of_text(np.concatenate([_positions(item, axes) for item in items], axis=1)),
         slots=slots,
-        sessions=np.array([i for i, item in enumerate(items) for _ in item.tokens], np.int32),
-        pages=[item.session.pages for item in items],
-        wanted=np.array([at + start for i, start in zip(items, starts, strict=True) for at in i.wanted], np.int32),
+        sessions=sessions,
+        pages=pages,
+        wanted=np.array(wanted, np.int32),
     )
-    if (whole := items[0].session.whole) is not None:
+    if (whole := session.whole) is not None:
         lengths = [len(item.tokens) for item in items]
         if whole.goes_on:
             parts = np.split(slots, np.cumsum(lengths)[:-1])
@@ -255,21 +280,21 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
                 for item, at in zip(items, parts, strict=True)
             ]
             rows.spans = np.concatenate(seen, axis=2)
-        elif any(held):
+        elif any(len(item.session.tokens) for item in items):
             raise InputError("this model sees a text in both directions: a session holds one, as one run; rewind it to 0")
         else:
             rows.spans, rows.positions = whole.spans(lengths), whole.positions(slots, [item.second for item in items], lengths)
-    if ranges := items[0].session.ranges:
+    if ranges := session.ranges:
         ends = slots + 1
         for item, start in zip(items, starts, strict=True):
             if item.vectors is not None:
                 of_item = slice(start, start + len(item.tokens))
                 ends[of_item] = seen_ends(item.places, slots[of_item])
         rows.spans = seen_ranges(ranges, slots, ends)
-    if items[0].session.has_states:
+    if session.has_states:
         rows.states = [item.session.state_of_run(len(item.tokens)) for item in items]
-    brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]
-    if brought:
+    if brings:
+        brought = [(item.vectors, start) for item, start in zip(items, starts, strict=True) if item.vectors is not None]
         rows.vectors = np.concatenate([vectors for (vectors, _), _ in brought])
         rows.vector_of = np.full(len(rows), -1, np.int32)
         first = 0

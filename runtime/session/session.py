@@ -84,6 +84,8 @@ class Session:
         # The generation that runs in it: the text of another one cannot continue after this one's.
         self.owner: object = None
         self._running: Program | None = program
+        # The same, asked for the largest logits only if it finds some.
+        self._finds: FindsLargest | None = cast(FindsLargest, program)
         self._vocab_size = vocab_size
         self._cache = KVCache(program.window, program.snapshot_pages)
         self.has_states = program.snapshot_pages > 0
@@ -93,6 +95,8 @@ class Session:
         self._requantizer = requantizer
         self._registry = registry
         self._pictures, self.whole, self._drafting = pictures, whole, drafting
+        # Rotary positions of a token; sliding windows of layers, where tokens of a picture see all of it, else empty.
+        self.axes, self.ranges = (pictures.axes, pictures.ranges) if pictures else (1, ())
         # Tokens at its beginning that see each other both ways: none of them can be forgotten alone.
         self._whole_tokens = 0
         registry.add(self)
@@ -109,7 +113,7 @@ class Session:
     def close(self) -> None:
         """Drop the cache; pages that a fork shares stay with it.  The session cannot be used any more."""
         with self.lock:
-            self._running, self._drafting, self._requantizer, self.logits = None, None, None, None
+            self._running, self._finds, self._drafting, self._requantizer, self.logits = None, None, None, None, None
             self._cache = KVCache(0)
             self.tokens, self.places = [], ()
 
@@ -258,7 +262,8 @@ class Session:
 
     def holds(self, count: int) -> bool:
         """Whether `count` more tokens can run without another page, or a copy of one."""
-        return count <= self.left and not self.missing_pages(count)
+        end = len(self.tokens) + count
+        return end <= self.context and not self._cache.missing(len(self.tokens), end)
 
     def reserve(self, count: int) -> None:
         """Make them.  ResourceError: there is no memory for it; what was made until then stays."""
@@ -324,16 +329,6 @@ class Session:
         return PictureFeatures(self._pictures, prompt, joined(self.places, prompt.places, len(self.tokens)), self.lock)
 
     @property
-    def axes(self) -> int:
-        """Rotary positions of a token."""
-        return self._pictures.axes if self._pictures else 1
-
-    @property
-    def ranges(self) -> tuple[int, ...]:
-        """Sliding windows of layers, where tokens of a picture see all of it; else empty."""
-        return self._pictures.ranges if self._pictures else ()
-
-    @property
     def runs_with(self) -> tuple[int, int]:
         """Names the program and the weights: sessions for which it is equal can share a run."""
         return id(self._running), id(self.weights)
@@ -351,16 +346,19 @@ class Session:
 
     def most_largest(self, rows: int) -> int:
         """Logits that `largest_of` can find in a run with so many results; 0: it cannot."""
-        program = self._program
-        return program.most_largest if program.most_largest and rows <= cast(FindsLargest, program).largest_rows else 0
+        found = self._finds
+        if found is None or not (most := found.most_largest):
+            return 0
+        return most if rows <= found.largest_rows else 0
 
     def largest_of(self, rows: Rows, count: int, ahead: Sequence[Draw]) -> Largest:
         """Run as `run_rows`; the `count` largest logits of each result, as `FindsLargest.run_largest`."""
-        return cast(FindsLargest, self._program).run_largest(rows, count, weights=self.weights, ahead=ahead)
+        assert self._finds is not None
+        return self._finds.run_largest(rows, count, weights=self.weights, ahead=ahead)
 
     def append(self, tokens: Sequence[int], places: tuple[PicturePlace, ...], whole: bool) -> None:
         """Tokens whose keys and values a run has written; `places`, `whole`: as of BatchItem."""
-        self.tokens += [int(t) for t in tokens]
+        self.tokens += map(int, tokens)
         if whole and self.whole is not None and self.whole.goes_on:
             self._whole_tokens = len(self.tokens)
         if self.has_states:

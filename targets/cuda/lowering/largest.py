@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,25 @@ DRAWS = "draws"
 """The memory of what a run says of its draws, by name."""
 DRAW_NUMBERS = 5
 """Numbers of a draw, float64: those of Draw in its order, with one of its uniforms."""
+
+
+class Result(NamedTuple):
+    """An array on the device that a run leaves for the host.
+
+    address   where it begins;  shape: [rows, numbers];  type: of its numbers, of 32 bits
+    """
+
+    address: int
+    shape: tuple[int, int]
+    type: type[np.float32 | np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.shape[0] * self.shape[1]
+
+    def of(self, data: NDArray[np.uint8]) -> NDArray[Any]:
+        """Its numbers in these bytes of the host."""
+        return data.view(self.type).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -39,14 +59,15 @@ class Chosen:
     draws: bool
     next: int
 
-    def results(self, rows: int) -> list[tuple[int, int]]:
-        """Addresses and bytes of values, ids, finite and what was drawn, for so many rows."""
-        found = [(self.values, 4 * rows * self.count), (self.ids, 4 * rows * self.count), (self.finite, 4 * rows)]
-        return [*found, (self.next, 4 * rows)] if self.draws else found
+    def results(self, rows: int) -> list[Result]:
+        """Values, ids, finite and what was drawn, for so many rows."""
+        wide, one = (rows, self.count), (rows, 1)
+        found = [Result(self.values, wide, np.float32), Result(self.ids, wide, np.int32), Result(self.finite, one, np.int32)]
+        return [*found, Result(self.next, one, np.int32)] if self.draws else found
 
-    def tokens(self, results_read: Sequence[NDArray[np.uint8]], rows: int) -> list[int]:
-        """What is at `next`; results_read: the bytes of `results` after a run."""
-        tokens: list[int] = results_read[3 if self.draws else 1].view(np.int32)[:rows].tolist()
+    def tokens(self, found: Sequence[NDArray[Any]], rows: int) -> list[int]:
+        """What is at `next`; found: the `results` of a run."""
+        tokens: list[int] = found[3 if self.draws else 1][:rows, 0].tolist()
         return tokens
 
 

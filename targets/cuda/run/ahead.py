@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from edgeq.targets.capabilities import Draw
@@ -48,7 +48,7 @@ class NextRun:
             and rows.slots.tobytes() == own.slots.tobytes()
             and rows.positions.tobytes() == own.positions.tobytes()
             and rows.sessions.tobytes() == own.sessions.tobytes()
-            and all(a is b for a, b in zip(rows.states, own.states, strict=True))
+            and (not rows.states or all(a is b for a, b in zip(rows.states, own.states, strict=True)))
         )
 
 
@@ -60,21 +60,12 @@ def numbers(draw: Draw, turn: int) -> tuple[float, ...]:
 
 def following_rows(rows: Rows) -> Rows:
     """The rows of text that come after these in their sessions, whose tokens nobody knows yet."""
-    return Rows(
-        tokens=rows.tokens,
-        positions=rows.positions + 1,
-        slots=rows.slots + 1,
-        sessions=rows.sessions,
-        pages=rows.pages,
-        wanted=rows.wanted,
-        states=rows.states,
-        in_order=rows.in_order,
-    )
+    return rows.changed(positions=rows.positions + 1, slots=rows.slots + 1)
 
 
 def takes_snapshot(rows: Rows) -> bool:
     """Whether a state comes to the end of a page, where the session has room for a snapshot only when it asks for the run."""
-    return len(rows.states) > 0 and bool((rows.slots % PAGE == PAGE - 1).any())
+    return bool((rows.slots % PAGE == PAGE - 1).any())
 
 
 class RunsAhead:
@@ -95,7 +86,7 @@ class RunsAhead:
 
     def run(
         self, rows: Rows, lowering: Lowering, weights: CudaWeights | None, chosen: Chosen, ahead: Sequence[Draw]
-    ) -> Sequence[NDArray[np.uint8]] | None:
+    ) -> Sequence[NDArray[Any]] | None:
         """As `Chosen.results`, for the rows of the class; None: there is no memory for it.
 
         ahead   how the token after each row is drawn, which is the only one of its session, and whose pages have room for it;
@@ -106,7 +97,7 @@ class RunsAhead:
         draws: Sequence[Draws] = ((), ())
         if chosen.draws:
             draws = [[numbers(draw, turn) for draw in ahead] for turn in range(2)]
-        self.drop()
+        self._next, self._last = None, ()
         if (
             started is not None
             and weights is None
@@ -123,7 +114,9 @@ class RunsAhead:
         if ahead and decodes and weights is None and sessions == last and recorded.block.takes(rows):
             turn = started.turn % TURNS + 1 if started else 1
             after = following_rows(rows)
-            following = None if takes_snapshot(after) else self._runs.start(after, lowering, None, chosen, turn, draws[1])
+            following = None
+            if not (after.states and takes_snapshot(after)):
+                following = self._runs.start(after, lowering, None, chosen, turn, draws[1])
             if following is not None:
                 for state in rows.states:
                     state.written = max(state.written, state.slot + 2)

@@ -64,18 +64,15 @@ class AngleTables:
     def places(self, positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """The rows of the tables for the positions [axes, rows] of a run, int32 [rows]."""
         first = positions[0]
-        if bool((positions == first).all()):
-            blocks, which = np.unique(first // NEIGHBOURS, return_inverse=True)
-            if len(blocks) <= BLOCKS:
-                starts = np.array([self._start(block) for block in blocks.tolist()], np.int32)
-                return np.asarray(starts[which] + first % NEIGHBOURS, np.int32)
+        if bool((positions == first).all()) and len(np.unique(first // NEIGHBOURS)) <= BLOCKS:
+            return np.array(self.places_of_text(first.tolist()), np.int32)
         # Of pictures, whose rows and columns differ, or of more positions than are kept.
         for angles, address in self._tables.items():
             self._storage.device.write(address + KEPT * angles.row_bytes, angles.of(positions))
         return np.arange(KEPT, KEPT + len(first), dtype=np.int32)
 
-    def places_of_few(self, positions: Sequence[int]) -> list[int]:
-        """The same for at most BLOCKS rows of text, without numpy."""
+    def places_of_text(self, positions: Sequence[int]) -> list[int]:
+        """Those of rows of text, in at most BLOCKS blocks."""
         return [
             (self._last_start if position // NEIGHBOURS == self._last else self._start(position // NEIGHBOURS))
             + position % NEIGHBOURS

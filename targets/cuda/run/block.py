@@ -32,6 +32,16 @@ Write = Callable[[int, NDArray[Any]], None]
 """Writes numbers to the device's memory of a block, so many bytes after where that begins."""
 
 
+def of_rows(name: object) -> str:
+    """Which of OF_ROWS that is of a stage of a run; empty: none."""
+    return str(name[0]) if isinstance(name, tuple) and name[0] in OF_ROWS else ""
+
+
+def stage_of(name: object) -> int:
+    """Of a name of `of_rows`."""
+    return int(name[2]) if isinstance(name, tuple) and of_rows(name) else 0
+
+
 def padded_draws(draws: Draws, count: int) -> Draws:
     """Those of the rows of a class."""
     return [*draws, *[NO_DRAW] * (count - len(draws))]
@@ -57,6 +67,7 @@ class SentBlock:
         write: Write,
     ) -> None:
         """sent   of the first run: types and shapes, and the values of what is the same in all runs of plain text
+        places   what differs between rows comes first, that of all rows before that of some
 
         rows    of the class;  results: of these, that have logits;  base: the address from which page tables and states count
         write   a page table, which the recording does not copy
@@ -66,12 +77,17 @@ class SentBlock:
         # The host brings rows of a table that stays in the file.
         self._plain = not any(isinstance(name, Gather) for name in places)
         views = {name: self._view(name, sent[name]) for name in places}
-        every = {name: [views.get((name, "sent", stage)) for stage in range(2)] for name in OF_ROWS}
         # Where not all rows have logits, those that have are other ones in every run.
-        both = slice(0, 1 if results < rows else 2)
-        self._rows = {name: [view for view in each[both] if view is not None] for name, each in every.items()}
-        self._selected = {name: each[1] for name, each in every.items() if each[1] is not None and results < rows}
+        some = {name for name in views if results < rows and stage_of(name)}
+        self._selected = {of_rows(name): views[name] for name in some}
         self._chosen = views.get("wanted") if results < rows else None
+        whole = [name for name in views if of_rows(name) and name not in some]
+        self._names, first = [of_rows(name) for name in whole], places[whole[0]][0]
+        # One of them after another, so that all are one array.
+        stride = places[whole[1]][0] - first if len(whole) > 1 else 0
+        assert all(places[name] == (first + i * stride, 4 * rows) for i, name in enumerate(whole))
+        self._rows: NDArray[np.int32] = np.ndarray((len(whole), rows), np.int32, array, first, (stride, 4))
+        self._turned = "places" in self._names or "places" in self._selected
         self._states = {name: views[key] for name in OF_STATES if (key := (name, "sent", 0)) in views}
         self._tables = [
             (kind.windowed, views[kind], kind.start // POOL_UNIT, places[kind][0]) for kind in kinds if kind in views
@@ -112,11 +128,9 @@ class SentBlock:
             "positions": positions + [0] * extra,
             "tables": [firsts[session] for session in sessions] + firsts[-1:] * extra,
         }
-        if self._rows["places"] or "places" in self._selected:
-            values["places"] = self._angles.places_of_few(values["positions"])
-        for name, views in self._rows.items():
-            for view in views:
-                view[:] = values[name]
+        if self._turned:
+            values["places"] = self._angles.places_of_text(values["positions"])
+        self._rows[:] = [values[name] for name in self._names]
         if self._chosen is not None:
             self._chosen[:] = rows.wanted
             for name, view in self._selected.items():
@@ -143,13 +157,15 @@ class SentBlock:
         firsts.append(len(every))
         every += padding
         for table, (windowed, view, start, place) in enumerate(self._tables):
-            parts = [page.windowed if windowed else page.full for page in every]
             # A part that was dropped no row sees.
-            found = [part.address if type(part) is CudaPart else self._base for part in parts]
+            found = [
+                part.address if type(part := page.windowed if windowed else page.full) is CudaPart else self._base
+                for page in every
+            ]
             # Of most tokens the pages are those of the one before.
             if found != self._written[table]:
                 self._written[table] = found
-                view[: len(parts)] = (np.array(found, np.int64) - self._base) // POOL_UNIT + start
-                view[len(parts) :] = 0
-                self._write(place, view[: len(parts)])
+                view[: len(found)] = (np.array(found, np.int64) - self._base) // POOL_UNIT + start
+                view[len(found) :] = 0
+                self._write(place, view[: len(found)])
         return firsts

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ from edgeq.targets.cuda.device.device import Call, Copy, Device, Memory, Pinned,
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.cache import CacheKind
 from edgeq.targets.cuda.lowering.context import Gather
-from edgeq.targets.cuda.run.block import SentBlock, Write
+from edgeq.targets.cuda.lowering.largest import Result
+from edgeq.targets.cuda.run.block import SentBlock, Write, of_rows, stage_of
 from edgeq.targets.cuda.run.feed import Sent
 from edgeq.targets.requantization import WeightSource
 from edgeq.targets.rows import PAGE, Page, Rows
@@ -46,8 +47,6 @@ TURN_BYTES = 40 << 10
 """Bytes of the largest numbers of each row, which a run brings back while those of the one before it are being read."""
 MAX_BYTES = (1 + TURNS) * TURN_BYTES
 """Bytes of all of those, where they are more than a whole result."""
-Results = Sequence[tuple[int, int]]
-"""Address on the device, and bytes."""
 Places = Mapping[object, tuple[int, int]]
 Steps = Callable[[Mapping[object, int]], Sequence[Call | Copy]]
 BlockOf = Callable[[NDArray[np.uint8], Places, Write], SentBlock]
@@ -97,12 +96,12 @@ def parts_of(rows: Rows) -> int:
 
 def repeats(rows: Rows, most: int) -> bool:
     """Whether runs like this one come again and again, as those do that decode or verify: all rows have their logits."""
-    return _is_plain(rows) and 0 < rows.tokens.shape[0] == rows.wanted.shape[0] <= min(most, ROW_CLASSES[-1])
+    return 0 < len(rows.tokens) == len(rows.wanted) <= most and _is_plain(rows)
 
 
 def is_short_prompt(rows: Rows, most: int) -> bool:
     """Whether a run is of few rows of text and has the logits of one: its launches take the host as long as the GPU."""
-    return _is_plain(rows) and rows.wanted.shape[0] == 1 < rows.tokens.shape[0] <= most
+    return 1 == len(rows.wanted) < len(rows.tokens) <= most and _is_plain(rows)
 
 
 def _is_plain(rows: Rows) -> bool:
@@ -139,7 +138,7 @@ class Recorded:
     pinned: Pinned
     memory: Memory
     places: Places
-    results: Sequence[NDArray[np.uint8]]
+    results: Sequence[NDArray[Any]]
     block: SentBlock
     nbytes: int
     started: bool = False
@@ -178,7 +177,7 @@ class Recordings:
             self._kept.move_to_end(key)
         return found
 
-    def record(self, key: Key, sent: Sent, calls: Steps, results: Results, block: BlockOf) -> Recorded | None:
+    def record(self, key: Key, sent: Sent, calls: Steps, results: Sequence[Result], block: BlockOf) -> Recorded | None:
         """Make one; None: there is no memory for it, now or before.
 
         sent      what the kernels read that differs between runs; its sizes follow from the key
@@ -203,8 +202,8 @@ class Recordings:
         recorded.started = True
         return True
 
-    def wait(self, recorded: Recorded) -> Sequence[NDArray[np.uint8]]:
-        """The results of one that was started, as bytes."""
+    def wait(self, recorded: Recorded) -> Sequence[NDArray[Any]]:
+        """The results of one that was started."""
         recorded.recording.wait()
         recorded.started = False
         return recorded.results
@@ -213,25 +212,26 @@ class Recordings:
         self._kept.clear()
         self._room = 0
 
-    def _record(self, key: Key, sent: Sent, calls: Steps, results: Results, block: BlockOf) -> Recorded:
+    def _record(self, key: Key, sent: Sent, calls: Steps, results: Sequence[Result], block: BlockOf) -> Recorded:
         if self._result is None:
             self._result = self._device.pinned(self._result_bytes)
-        # Page tables are last: they change seldom, and are written then.
-        names = sorted(sent, key=lambda name: isinstance(name, CacheKind))
+        # What differs between rows is first, as a block writes it at once; page tables are last: they change seldom.
+        names = sorted(sent, key=lambda name: (isinstance(name, CacheKind), not of_rows(name), stage_of(name)))
         places = dict(zip(names, placed(sent[name].nbytes for name in names), strict=True))
         ends = {name: start + nbytes for name, (start, nbytes) in places.items()}
         end, copied = max(ends.values()), max(end for name, end in ends.items() if not isinstance(name, CacheKind))
         pinned, memory = self._device.pinned(end), self._device.allocate(end)
-        back = [(key.turn * TURN_BYTES + start, nbytes) for start, nbytes in placed(nbytes for _, nbytes in results)]
+        back = [(key.turn * TURN_BYTES + start, nbytes) for start, nbytes in placed(result.nbytes for result in results)]
         steps = [
             Copy("in", memory.address, pinned.address, copied),
             *calls({name: memory.address + start for name, (start, _) in places.items()}),
             *(
-                Copy("out", self._result.address + start, address, nbytes)
-                for (address, nbytes), (start, _) in zip(results, back, strict=True)
+                Copy("out", self._result.address + start, result.address, nbytes)
+                for result, (start, nbytes) in zip(results, back, strict=True)
             ),
         ]
-        found = [self._result.array[start : start + nbytes] for start, nbytes in back]
+        whole = self._result.array
+        found = [each.of(whole[start : start + nbytes]) for each, (start, nbytes) in zip(results, back, strict=True)]
         recording = self._device.record(steps)
         written = block(pinned.array, places, lambda start, values: self._device.write(memory.address + start, values))
         made = Recorded(recording, pinned, memory, places, found, written, end + len(steps) * STEP_BYTES)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,7 +247,8 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
             )
         assert weights is None or isinstance(weights, CudaWeights)
         check_rows(rows, self.options)
-        rows = self._begun(rows)
+        if self.snapshot_pages:
+            rows = self._begun(rows)
         # Recordings are kept for few counts.
         most = 1 if count == 1 else min(self.most_largest, 1 << max(3, (count - 1).bit_length()))
         chosen = self._chosen(most, draws=count > 1 and len(ahead) > 0 and weights is None)
@@ -261,21 +263,17 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
                 found = self._largest_of_result(chosen, rows.wanted.shape[0])
         if rows.in_order:
             rows.in_order.end(rows.states)
-        values, ids, finite = found[0].view(np.float32), found[1].view(np.int32), found[2].view(np.int32)
-        width, results = chosen.count, rows.wanted.shape[0]
-        return Largest(
-            ids[: results * width].reshape(results, width)[:, :count],
-            values[: results * width].reshape(results, width)[:, :count],
-            finite[:results] != 0,
-        )
+        values, ids, finite = found[0], found[1], found[2]
+        results = len(rows.wanted)
+        return Largest(ids[:results, :count], values[:results, :count], finite[:results, 0] != 0)
 
-    def _largest_of_result(self, chosen: Chosen, count: int) -> list[NDArray[np.uint8]]:
+    def _largest_of_result(self, chosen: Chosen, count: int) -> list[NDArray[Any]]:
         """Values, ids and finite of so many rows of the result, which a run has left."""
         for call in self._kernels.choosing(chosen, count):
             self._device.launch(*call)
-        found = [np.empty(nbytes, np.uint8) for _, nbytes in chosen.results(count)]
-        for (address, _), array in zip(chosen.results(count), found, strict=True):
-            self._device.read(address, array)
+        found = [np.empty(result.shape, result.type) for result in chosen.results(count)]
+        for result, array in zip(chosen.results(count), found, strict=True):
+            self._device.read(result.address, array)
         return found
 
     def _checked(
@@ -307,13 +305,13 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
 
     def _result(self, rows: Rows, lowering: Lowering, weights: CudaWeights | None) -> NDArray[np.float32]:
         """Run; the rows of the result."""
-        width, timed = self._logits.shape[1], self._recording
+        timed = self._recording
         started = (
             self._replays.start(rows, lowering, weights, None) if not timed and self._is_recorded(rows, lowering) else None
         )
         if started is not None:
             found = self._replays.wait(started)
-            return found[0].view(np.float32).reshape(-1, width)[: rows.wanted.shape[0]]
+            return found[0][: len(rows.wanted)]
         if timed:
             record = self._recordings.reserved > 0 and repeats(rows, self._recordings.rows)
             self._note(self._one_by_one.timed(rows, lowering, weights, record), lowering.options.mode, rows)
@@ -333,7 +331,7 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
 
     def _in_order(self, rows: Rows) -> Rows:
         """With the order in which states take the rows, if the graph has some.  ValueError: as `run`."""
-        return replace(rows, in_order=StateRows.of(rows)) if self.snapshot_pages else rows
+        return rows.changed(in_order=StateRows.of(rows)) if self.snapshot_pages else rows
 
     def _is_recorded(self, rows: Rows, lowering: Lowering) -> bool:
         """Whether such runs are started as recordings, where there is memory for it."""

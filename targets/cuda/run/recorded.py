@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from edgeq.targets.cuda.device.device import Call, Copy
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.context import Bring, Gather, Lowering, Routed
-from edgeq.targets.cuda.lowering.largest import DRAWS, Chosen
+from edgeq.targets.cuda.lowering.largest import DRAWS, Chosen, Result
 from edgeq.targets.cuda.run.block import Draws, SentBlock, Write, padded_draws
 from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
 from edgeq.targets.cuda.run.graphs import Key, Places, Recorded, Recordings, gathered, padded, parts_of, row_class
@@ -76,15 +77,16 @@ class RecordedRuns:
             sent[DRAWS] = np.array(padded_draws(draws, results), np.float64)
         if found is None:
             steps = partial(self._steps, lowering, weights, chosen, key, sent)
-            read = chosen.results(results) if chosen else [(self._result, self._result_bytes * results)]
+            width = self._result_bytes // 4
+            read = chosen.results(results) if chosen else [Result(self._result, (results, width), np.float32)]
             found = self._recordings.record(key, sent, steps, read, partial(self._block, key, sent))
         if found is None:
             return None
         found.block.copy(sent)
         return found if self._recordings.start(found) else None
 
-    def wait(self, recorded: Recorded) -> Sequence[NDArray[np.uint8]]:
-        """The results for the rows of the class, as bytes that are valid until the next run."""
+    def wait(self, recorded: Recorded) -> Sequence[NDArray[Any]]:
+        """The results for the rows of the class, which are valid until the next run."""
         return self._recordings.wait(recorded)
 
     def _block(self, key: Key, sent: Sent, array: NDArray[np.uint8], places: Places, write: Write) -> SentBlock:

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.cuda
 
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02, seed=1)
 GREEDY = Sampling(temperature=0)
-MOST_CALLS = {GREEDY: 250, SAMPLED: 300}
+MOST_CALLS = {GREEDY: 160, SAMPLED: 220}
 """Calls of functions, of Python and of its libraries, for a token: when a greedy one took 625, the GPU waited for the host."""
 TOKENS = 10
 
@@ -218,7 +218,7 @@ def test_angles_on_the_device_have_the_bits_of_those_that_are_computed(monkeypat
 
     for first, writes in ((0, 2), (1, 2), (131071 - 64, 4), (1, 6)):
         few = [first, first + 63, first + 64, first + 3]
-        check([few], tables.places_of_few(few), writes)
+        check([few], tables.places_of_text(few), writes)
     text = [[5, 4, 70], [5, 4, 70], [5, 4, 70]]
     check(text[:1], tables.places(np.array(text[:1], np.int32)), 6)
     check(text, tables.places(np.array(text, np.int32)), 6)

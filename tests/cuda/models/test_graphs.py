@@ -15,7 +15,7 @@ from edgeq.format.container import ModelFile
 from edgeq.format.records import Mode
 from edgeq.runtime import Generation, Model, Sampling
 from edgeq.runtime.network.decoder import decoder
-from edgeq.runtime.sampling import Sampler, among
+from edgeq.runtime.sampling import Sampler
 from edgeq.runtime.uniforms import Uniforms
 from edgeq.targets import TargetChoice
 from edgeq.targets.capabilities import Draw
@@ -404,7 +404,7 @@ def test_rows_that_are_drawn_and_greedy_rows_run_ahead_together(path: Path, devi
         rows = rows_of(texts, [[token] for token in tokens])
         rows.wanted = np.arange(3, dtype=np.int32)
         found = program.run_largest(rows, 40, ahead=[sampler.coming() for sampler in samplers])
-        tokens = [sampler.pick(among(found, row, sampler.sampling)) for row, sampler in enumerate(samplers)]
+        tokens = [sampler.draw_among(found, row) for row, sampler in enumerate(samplers)]
         every.append(tokens)
         for text in texts:
             text.length += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgeq.runtime.sampling import Sampler, Sampling, among
+from edgeq.runtime.sampling import Sampler, Sampling
 from edgeq.targets.capabilities import Largest
 from edgeq.targets.cuda.device.device import upload
 from edgeq.targets.cuda.lowering.largest import DRAWS, MAX_COUNT, SLICE, largest, most
@@ -27,11 +27,11 @@ def found(x: np.ndarray, count: int, order: int = FORWARD, draws: np.ndarray | N
     for variant, arguments in chosen.launches:
         device.launch(kernels[variant], *kernels[variant].generated.bind({**arguments.by_name, "tokens": rows}))
     device.synchronize()
-    results = [np.empty(nbytes, np.uint8) for _, nbytes in chosen.results(rows)]
-    for array, (address, _) in zip(results, chosen.results(rows), strict=True):
-        device.read(address, array)
-    values, ids, finite, *tokens = (results[0].view(np.float32), *(each.view(np.int32) for each in results[1:]))
-    return values.reshape(rows, count), ids.reshape(rows, count), finite != 0, *tokens
+    results = [np.empty(result.shape, result.type) for result in chosen.results(rows)]
+    for array, result in zip(results, chosen.results(rows), strict=True):
+        device.read(result.address, array)
+    values, ids, finite, *tokens = results
+    return values, ids, finite[:, 0] != 0, *(each[:, 0] for each in tokens)
 
 
 def checked(x: np.ndarray, count: int, order: int = FORWARD) -> None:
@@ -90,7 +90,7 @@ def drawn(x: np.ndarray, each: list[Sampling], uniforms: np.ndarray, count: int,
             continue
         sampler = Sampler(sampling)
         sampler.uniform = lambda row=row: uniforms[row]  # type: ignore[method-assign,misc]
-        host.append(sampler.pick(among(Largest(ids, values, finite), row, sampling)))
+        host.append(sampler.draw_among(Largest(ids, values, finite), row))
     return tokens.tolist(), host
 
 

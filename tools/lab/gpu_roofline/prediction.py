@@ -29,7 +29,7 @@ CLOCKS = {
 }
 """Clocks of GPUs: of boards the largest of their power mode, of others what makers call boost, of laptops about the middle of
 it, of servers less than it, as they have under load."""
-HOST, BOARD_HOST = 126e-6, 290e-6
+HOST, BOARD_HOST = 89e-6, 205e-6
 """Seconds of the host for a greedy token: measured on an EPYC core, and taken to be 2.3 times that on the A78AE of a Jetson."""
 UNSEEN = 64
 """Tokens of which the host prepares all but one while the GPU works: the last needs a page of the cache."""
