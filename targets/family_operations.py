@@ -305,6 +305,20 @@ class RowMean(Operation):
 
 
 @dataclass(frozen=True)
+class ScaleShift(Operation):
+    """x = x * scale + shift, channel by channel, in place (Gemma 4: means of patches).
+
+    scale, shift   arrays as wide as x
+    """
+
+    x: str
+    scale: ArrayRef
+    shift: ArrayRef
+
+    WRITES = ("x",)
+
+
+@dataclass(frozen=True)
 class GatedAdd(Operation):
     """out += sigmoid(gate[:, 0]) * x."""
 

@@ -217,6 +217,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tied": False,
     },
 }
+GEMMA_4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 30000.0, "partial_rotary_factor": 0.5},
+}
+VARIANTS |= {
+    # Rows of layers, and keys and values that layers share, beside pictures whose tokens see what is before them.
+    "gemma4": {
+        "kind": "Gemma4",
+        "text": {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "pad_token_id": 7}
+        | {"rms_norm_eps": 3e-5, "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": GEMMA_4_ROPE}
+        | {"final_logit_softcapping": 4.0, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "vocab_size": 2056}
+        | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 2056},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 24, "intermediate_size": 84, "patch_size": 6, "pooling_kernel_size": 2, "rms_norm_eps": 3e-2}
+        | {"position_embedding_size": 140, "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}},
+        "tied": True,
+    },
+    # Tokens of a picture see all of it in layers with a window; means that are scaled and shifted.
+    "gemma4_whole": {
+        "kind": "Gemma4",
+        "text": {"num_hidden_layers": 3, "hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 3, "head_dim": 20}
+        | {"num_key_value_heads": 1, "global_head_dim": 40, "sliding_window": 9, "rms_norm_eps": 3e-5, "vocab_size": 2056}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "rope_parameters": GEMMA_4_ROPE}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0}
+        | {"vocab_size_per_layer_input": 2056, "use_bidirectional_attention": "vision"},
+        "vision": {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
+        | {"head_dim": 20, "intermediate_size": 100, "patch_size": 5, "pooling_kernel_size": 3, "standardize": True}
+        | {"position_embedding_size": 300, "hidden_activation": "silu"},
+        "tied": True,
+    },
+}
 TILED = ("SmolVLM", "Idefics3")
 ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "PaliGemma")
 PROCESSORS = {
@@ -260,6 +292,11 @@ def build(folder: Path, name: str) -> Path:
                     and not key.endswith("linear_attn.norm.weight")
                 )
                 parameter.data = float(key.endswith("weight") and not above) + 0.3 * torch.randn_like(parameter)
+                if kind == "Gemma4" and key.endswith(("q_norm.weight", "k_norm.weight")):
+                    # Scores are not divided by the root of head_dim: gains of 1 would make them as large as no model has them.
+                    parameter.data *= 0.45
+            elif key.endswith(("router.scale", "per_expert_scale")):
+                parameter.data = 1 + 0.3 * torch.randn_like(parameter)
             elif ".lambda_" in key:
                 parameter.data = 0.5 + 0.2 * torch.randn_like(parameter)
             elif key.endswith("A_log"):
@@ -273,6 +310,11 @@ def build(folder: Path, name: str) -> Path:
                 # Of the size that keeps the variance, so that every layer shows.
                 wide = parameter[0].numel() if parameter.ndim > 1 and "pos" not in key else 1
                 parameter.data = torch.randn_like(parameter) * (1.5 / wide) ** 0.5
+        for key, buffer in model.named_buffers():
+            if key.endswith(("layer_scalar", "std_scale")):
+                buffer.data = 0.7 + 0.5 * torch.rand_like(buffer)
+            elif key.endswith("std_bias"):
+                buffer.data = 3 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TRAINED / file, folder / file)
@@ -292,9 +334,9 @@ def build(folder: Path, name: str) -> Path:
         names = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *(f"<|img_row_1_col_{i}|>" for i in range(1, 4))]
         tokenizer.add_special_tokens(names)
         tokenizer.save(str(folder / "tokenizer.json"))
-    if kind == "InternVL":
+    if kind in ("InternVL", "Gemma4"):
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_special_tokens(["<img>", "</img>"])
+        tokenizer.add_special_tokens(["<img>", "</img>"] if kind == "InternVL" else ["<|image>", "<image|>"])
         tokenizer.save(str(folder / "tokenizer.json"))
     if kind == "Gemma3":
         names = {
@@ -326,6 +368,9 @@ def _processor(vision: dict[str, Any], kind: str, outside: dict[str, Any]) -> di
         # As published files have it: processors of the family cut all the same.
         sizes = {"size": dict.fromkeys(("height", "width"), vision["image_size"][0]), "max_patches": 6}
         return {"image_processor_type": "GotOcr2ImageProcessorFast", "crop_to_patches": False, "crop_size": None, **sizes}
+    if kind == "Gemma4":
+        sizes = {"patch_size": vision["patch_size"], "pooling_kernel_size": vision["pooling_kernel_size"]}
+        return {"image_processor_type": "Gemma4ImageProcessorFast", "max_soft_tokens": 70, **sizes}
     if kind == "Gemma3":
         sizes = {"size": dict.fromkeys(("height", "width"), vision["image_size"])}
         return {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": None, "image_seq_length": 4, **sizes}

@@ -267,10 +267,17 @@ class LayerRows:
     inverse   int64 [rows, tokens]: which of the rows is a token's
     """
 
-    def __init__(self, tensors: Tensors, config: ModelConfig, tokens: Tensor) -> None:
+    def __init__(self, tensors: Tensors, config: ModelConfig, tokens: Tensor, entering: Tensor | None = None) -> None:
+        """entering   float32 [rows, tokens, hidden], what enters the first layer, where pictures stand in for some tokens;
+        None: their embeddings
+        """
         self._tensors, self._config = tensors, config
-        self._tokens, self.inverse = torch.unique(tokens, return_inverse=True)
-        self._embedded = embedded(tensors, config, self._tokens)
+        if entering is None:
+            self._tokens, self.inverse = torch.unique(tokens, return_inverse=True)
+            self._embedded = embedded(tensors, config, self._tokens)
+        else:
+            self._tokens, self.inverse = tokens.flatten(), torch.arange(tokens.numel()).view(tokens.shape)
+            self._embedded = entering.flatten(0, -2)
         self._last: tuple[int, Tensor] | None = None
 
     def of(self, layer: int) -> Tensor:

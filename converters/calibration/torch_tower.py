@@ -5,7 +5,6 @@ Its layers are those of torch_decoder.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from edgeq.converters.calibration.torch_decoder import ACTIVATIONS, Norm
+from edgeq.converters.calibration.torch_states import Gain
 from edgeq.network.config import VisionConfig
-from edgeq.pictures.frames import Grid, interpolated
+from edgeq.pictures.frames import Grid, table_positions
 
 
 class Table(nn.Module):
@@ -41,9 +41,8 @@ class Patches(nn.Module):
         found: Tensor = self.patch(x)
         if self.positions is not None:
             table: Tensor = self.positions.weight
-            if self._config.interpolated:
-                side = math.isqrt(len(table))
-                table = torch.from_numpy(interpolated(table.numpy().reshape(side, side, -1), grid, self._config)[order])
+            if self._config.placed_by_grid:
+                table = torch.from_numpy(table_positions(table.numpy(), grid, self._config)[order])
             found = found + table
         return found if self.pre_norm is None else self.pre_norm(found)
 
@@ -58,6 +57,7 @@ class Projection(nn.Module):
         self._joined, self._norm_first = joined, norm == "patch"
         self.activation = ACTIVATIONS[config.project_act] if inner else None
         size = config.hidden_size if self._norm_first else joined
+        self.mean_scale, self.mean_shift = (Gain(config.token_size) if config.mean_scaled else None for _ in range(2))
         self.mean_norm = Norm(config, config.token_size) if config.averaged else None
         eps = config.project_eps
         if eps and self._norm_first:
@@ -77,7 +77,10 @@ class Projection(nn.Module):
             x = self.norm(x)
         x = x.reshape(1, -1, self._joined)
         if self.mean_norm is not None:
-            x = self.mean_norm(x.unflatten(-1, (-1, self.mean_norm.weight.shape[0])).mean(-2))
+            x = x.unflatten(-1, (-1, self.mean_norm.weight.shape[0])).mean(-2)
+            if self.mean_scale is not None and self.mean_shift is not None:
+                x = x * self.mean_scale.weight + self.mean_shift.weight
+            x = self.mean_norm(x)
         last = self.joined_norm if self._norm_first else self.norm
         if last is not None:
             x = last(x)

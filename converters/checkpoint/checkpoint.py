@@ -81,7 +81,7 @@ class Zeros:
 class TensorSource:
     """Where to find a tensor that the checkpoint has under another name, as rows of a larger one, or less a constant.
 
-    name    of the stored tensor, whose shape is `stored`; "": there is none, all values are zero
+    name    of the stored tensor, whose shape is `stored`; "": there is none, all values are zero, or what is `added`
     shape   of the tensor meant: it begins at row `row` of the stored one, whose leading dimensions are taken as one
     added   a constant that is not in the stored values
     first   name of a vector that is added to the first row; "": none
@@ -209,7 +209,7 @@ class Checkpoint:
             parts = tuple(self._meant(each) for each in source.parts)
             return NamedTensor(parts[0].stored, source.shape, name=parts[0].name, parts=parts)
         if not source.name:
-            return NamedTensor(Zeros(source.shape), source.shape)
+            return NamedTensor(Zeros(source.shape), source.shape, added=source.added)
         tensor = self.tensor(source.name, source.stored)
         if tensor.merged and (source.transposed or source.within):
             raise CheckpointError(f"adapter: {source.name} is stored with columns in another order; supported: others")

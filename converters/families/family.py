@@ -200,7 +200,8 @@ class FamilyDescription:
     renamed    beginnings of names of tensors in some checkpoints -> those that `sources` and the decoder's names have; of
                several that fit the first is taken
     unused     whether a tensor that is left over is one that the network does not read
-    text_alone a model that sees, whose decoder alone is converted: keys of that are in `text_config`, and the tower is `unused`
+    nested     keys of a decoder without a tower are in `text_config`, as those of one with a tower may be
+    left_out   parts of the model that are not converted, for people; their tensors are `unused`
     headless   it embeds texts, whatever its name ends in: there is a pooling
     own_code   published checkpoints name code of their own, which computes what transformers has since then itself
     scores     of a reranker: what makes a score of the states of a pair of texts
@@ -226,7 +227,8 @@ class FamilyDescription:
     outside: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     unused: Callable[[Any, str], bool] = nothing_unused
-    text_alone: bool = False
+    nested: bool = False
+    left_out: tuple[str, ...] = ()
     headless: bool = False
     own_code: bool = False
     scores: Callable[[Values], Pooling] | None = None

@@ -13,7 +13,7 @@ from edgeq.converters.families.decoders.cohere import COHERE_FAMILIES
 from edgeq.converters.families.decoders.experts import EXPERT_FAMILIES
 from edgeq.converters.families.decoders.falcon import FALCON
 from edgeq.converters.families.decoders.gemma import GEMMA_FAMILIES
-from edgeq.converters.families.decoders.gemma4 import GEMMA_4_FAMILIES
+from edgeq.converters.families.decoders.gemma4 import GEMMA_4
 from edgeq.converters.families.decoders.glm import GLM_FAMILIES
 from edgeq.converters.families.decoders.gpt import GPT_FAMILIES
 from edgeq.converters.families.decoders.granite import GRANITE_FAMILIES
@@ -33,6 +33,7 @@ from edgeq.converters.families.state_spaces.falcon_h1 import FALCON_H1
 from edgeq.converters.families.state_spaces.granite_hybrid import GRANITE_HYBRID
 from edgeq.converters.families.state_spaces.nemotron_h import NEMOTRON_H
 from edgeq.converters.families.vision.gemma3 import GEMMA_3_VL
+from edgeq.converters.families.vision.gemma4 import GEMMA_4_VL
 from edgeq.converters.families.vision.idefics3 import IDEFICS_FAMILIES
 from edgeq.converters.families.vision.internvl import INTERNVL
 from edgeq.converters.families.vision.lfm2_vl import LFM2_VL
@@ -51,7 +52,7 @@ from edgeq.network.stack import MAX_SIZES
 TEXT_FAMILIES = (
     *LLAMA_FAMILIES, *SMOLLM_FAMILIES, *GEMMA_FAMILIES, *OPT_FAMILIES, *EXPERT_FAMILIES, LFM2, *OLMO_FAMILIES, *GLM_FAMILIES,
     *GRANITE_FAMILIES, GRANITE_HYBRID, *COHERE_FAMILIES, HUNYUAN, *GPT_FAMILIES, FALCON, FALCON_H1, NEMOTRON_H,
-    *QWEN_NEXT_FAMILIES, *GEMMA_4_FAMILIES, BLOOM, MPT, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
+    *QWEN_NEXT_FAMILIES, GEMMA_4, BLOOM, MPT, *BERT_FAMILIES, *MODERNBERT_FAMILIES, NOMIC,
     *RANKING_FAMILIES,
 )  # fmt: skip
 DESCRIPTIONS = (
@@ -61,6 +62,7 @@ DESCRIPTIONS = (
     *QWEN_3_5_VL_FAMILIES,
     *IDEFICS_FAMILIES,
     GEMMA_3_VL,
+    GEMMA_4_VL,
     INTERNVL,
     LFM2_VL,
     *LLAVA_FAMILIES,
@@ -179,7 +181,7 @@ def _named(file: str) -> Iterator[None]:
 
 def _decoder_values(description: FamilyDescription, hf: Values) -> Values:
     """The keys of the decoder, completed by their defaults: some checkpoints with a tower nest them."""
-    if (description.tower is None and not description.text_alone) or "text_config" not in hf:
+    if (description.tower is None and not description.nested) or "text_config" not in hf:
         return {**description.defaults, **hf}
     with _named("config.json"):
         nested = _object(hf, "text_config")

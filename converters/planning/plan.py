@@ -357,8 +357,7 @@ class ConversionPlan:
                 f"the gain of the last norm goes into the head, which was the embedding too: the file has both, and "
                 f"{table.nbytes / 1e6:,.1f} MB for the embedding; no more is read for a token"
             )
-        if self.method.family.description.text_alone:
-            again.append(f"{self.checkpoint.name}: the text model alone is converted; its vision tower is left out")
+        again += [f"{self.checkpoint.name}: left out: {part}" for part in self.method.family.description.left_out]
         if self.checkpoint.source.quantized and self.method.options.bits is not None:
             again.append(
                 f"{self.checkpoint.name} is quantized already: --method {self.method.name} rounds it a second time, and loses "

@@ -105,7 +105,7 @@ def projector_contents(config: VisionConfig) -> StackContents:
         if norm != "none":
             contents |= _norm(config, f"{p}norm", joined if norm == "joined" else config.hidden_size, eps and norm == "joined")
         contents |= _norm(config, "vision.joined_norm", joined, True) if eps and norm == "patch" else {}
-        contents |= {"vision.mean_norm": (joined,)} if config.averaged else {}
+        contents |= dict.fromkeys(config.mean_arrays, (joined,))
         if config.project_size:
             contents[f"{p}project.0"] = {f"{p}project.0": (config.project_size, joined)}
         contents[f"{p}project.1"] = {f"{p}project.1": (config.out_hidden_size, config.project_size or joined)}

@@ -7,7 +7,6 @@ every key is known, every value in range, before anything is allocated from it.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from edgeq.network.policy_stack import PolicyStack
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES, Stack
 from edgeq.network.stack_json import read_stack, stack_record
+from edgeq.pictures.tower_positions import check_positions
 
 MAX_VISION_SIZES = {
     "patch_size": 256,
@@ -29,7 +29,8 @@ MAX_VISION_SIZES = {
     "project_size": MAX_SIZES["intermediate_size"],
     "out_hidden_size": MAX_SIZES["hidden_size"],
 }
-MAX_POSITIONS = 1 << 20
+VISION_FLAGS = ("interpolated", "class_row", "class_feature", "pre_norm", "averaged", "antialiased", "positions_by_axis",
+                "mean_scaled")  # fmt: skip
 MAX_SEGMENTS = 2
 MAX_CHANNELS = 1 << 20
 """The widest row of a tower: pixels of a patch, and patches that are joined."""
@@ -52,7 +53,8 @@ class VisionConfig(Stack):
     project_eps           the norm over the joined is a LayerNorm with this eps, whatever norms the layers have (InternVL);
                           after a project_norm over every patch if that is set (LFM2-VL); 0: it is as theirs, or there is none
     averaged              those that are joined are not side by side in it, but their mean, which has an RMS norm of its own
-                          (Gemma 3); then project_norm is "patch"
+                          (Gemma 3); then project_norm is "patch", or "none" (Gemma 4)
+    mean_scaled           the mean is multiplied by an array, and another is added to it, before its norm (Gemma 4)
     project_size          inner channels of the projector project.1(act(project.0(joined))); 0: it is project.1(joined)
     project_act           its activation; "none" where it is one layer
     out_hidden_size       channels of a feature
@@ -63,6 +65,8 @@ class VisionConfig(Stack):
     interpolated          the table is a square that is interpolated to the grid of each picture (Qwen3-VL); else it has a row
                           for each patch of the one size that pictures have
     antialiased           it is resized to the grid as a picture is, with the filter "bilinear", and nothing rotates (SigLIP 2)
+    positions_by_axis     the table has an entry for every column of patches, then one for every row; a patch gets the sum of
+                          its two (Gemma 4)
     class_row             a row without pixels comes before the patches, which see it (CLIP)
     class_feature         what becomes of it is the first feature; else it is dropped
     pre_norm              a norm before the first layer (CLIP)
@@ -95,6 +99,8 @@ class VisionConfig(Stack):
     texts: PictureTexts | None = None
     project_eps: float = 0.0
     antialiased: bool = False
+    positions_by_axis: bool = False
+    mean_scaled: bool = False
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -118,52 +124,38 @@ class VisionConfig(Stack):
                 f"a project_size of 0, which is a projector of one layer, is supported with project_act {NO_ACTIVATION!r}, "
                 "without tap_layers"
             )
-        if self.averaged and (self.project_norm != "patch" or self.tap_layers or self.class_row):
+        if self.averaged and (self.project_norm == "joined" or self.tap_layers or self.class_row):
             raise UnsupportedError(
-                "averaged is supported with a project_norm over every 'patch', without tap_layers and class_row"
+                "averaged is supported with a project_norm over every 'patch' or with none, without tap_layers and class_row"
             )
+        if self.mean_scaled and not self.averaged:
+            raise FormatError("config vision: mean_scaled without averaged: there is no mean")
         if self.project_eps != 0:
             check_positive("project_eps", self.project_eps)
             if self.project_norm == "none" or self.averaged or self.tap_layers:
                 raise UnsupportedError("project_eps is supported with a project_norm, without averaged and tap_layers")
         if self.project_size and self.project_act not in PLAIN:
             raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
-        self._check_positions()
+        for name in VISION_FLAGS:
+            check_flag(name, getattr(self, name))
+        check_positions(self, self._patches)
         ropes = self.local_rope or self.layers_without_rope
-        norms = self.post_norms or self.parallel or self.qk_norm_kind == "rotated" or self.normed_residual != "none"
+        norms = self.parallel or self.qk_norm_kind == "rotated" or self.normed_residual != "none" or not self.pre_norms
         attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
-        layers = self.state_layers or self.layer_scalars or not self.alike or self.hidden_size_per_layer_input
-        if attention or self.num_experts or layers:
+        layers = self.state_layers or self.layer_scalars or self.num_kv_shared_layers or self.hidden_size_per_layer_input
+        heads = self.global_head_dim or self.num_global_key_value_heads or self.attention_k_eq_v
+        if attention or self.num_experts or layers or heads:
             raise UnsupportedError(
-                "a tower with sliding windows, several ropes, experts, post_norms, parallel_blocks, rotated qk norms, "
-                "normed_residual, conv_layers, delta_net, ssd, attention_gate, attention_sinks, layer_scalars, "
-                "hidden_size_per_layer_input, value_norm, num_kv_shared_layers or heads of several shapes is not supported"
+                "a tower with sliding windows, several ropes, experts, parallel_blocks, rotated qk norms, normed_residual, "
+                "conv_layers, delta_net, ssd, attention_gate, attention_sinks, layer_scalars, attention_k_eq_v, "
+                "hidden_size_per_layer_input, num_kv_shared_layers, heads of several shapes or without pre_norms is not "
+                "supported"
             )
 
-    def _check_positions(self) -> None:
-        """FormatError: the table of positions does not fit; UnsupportedError: positions or a class row of another kind."""
-        for name in ("interpolated", "class_row", "class_feature", "pre_norm", "averaged", "antialiased"):
-            check_flag(name, getattr(self, name))
-        check_integer("position_rows", self.position_rows, 0, MAX_POSITIONS)
-        axial = self.rope.kind == "axial" and self.rope.axes == 2
-        if not axial and (self.rope.kind != "learned" or not self.position_rows):
-            raise UnsupportedError(
-                f"a tower with a {self.rope.kind!r} rope is not supported; supported: axial, of two axes, or learned positions"
-            )
-        if self.class_row and (axial or self.window_layers):
-            raise UnsupportedError("a tower with a class_row and windows or an axial rope is not supported")
-        if self.class_feature and (not self.class_row or self.merge > 1):
-            raise FormatError("config vision: class_feature without a class_row, or beside joined patches")
-        stretched = self.position_rows > 0 if axial else self.antialiased
-        if self.interpolated != stretched or (self.antialiased and (axial or self.class_row)):
-            raise UnsupportedError(
-                f"a tower with a {self.rope.kind!r} rope, {self.position_rows} positions, class_row {self.class_row}, "
-                f"interpolated {self.interpolated} and antialiased {self.antialiased} is not supported"
-            )
-        wanted = math.isqrt(self.position_rows) ** 2 if self.interpolated else self._patches + self.class_row
-        if self.position_rows and self.position_rows != wanted:
-            kind = "a square" if self.interpolated else f"{wanted}, one for each patch of a picture and a class row"
-            raise FormatError(f"config vision: position_rows is {self.position_rows}; expected {kind}")
+    @property
+    def placed_by_grid(self) -> bool:
+        """Whether what the table adds to a patch depends on the size of its picture, or on row and column."""
+        return self.interpolated or self.positions_by_axis
 
     @property
     def sizes_vary(self) -> bool:
@@ -186,7 +178,7 @@ class VisionConfig(Stack):
 
     def fits(self, patches: int) -> bool:
         """Whether a picture of so many patches has positions for them."""
-        return not self.position_rows or self.interpolated or patches + self.class_row == self.position_rows
+        return not self.position_rows or self.placed_by_grid or patches + self.class_row == self.position_rows
 
     @property
     def token_edge(self) -> int:
@@ -226,6 +218,12 @@ class VisionConfig(Stack):
         return self.merge**2 * self.hidden_size
 
     @property
+    def mean_arrays(self) -> tuple[str, ...]:
+        """The arrays that the mean of patches goes through, in this order; none: no mean is taken."""
+        scaled = ("vision.mean_scale", "vision.mean_shift") if self.mean_scaled else ()
+        return (*scaled, "vision.mean_norm") if self.averaged else ()
+
+    @property
     def token_size(self) -> int:
         """Channels of a token that the projector reads."""
         return self.hidden_size if self.averaged else self.joined_size
@@ -257,6 +255,7 @@ class ModelConfig(Stack):
     policy                  the expert beside it makes actions of what it reads; None: it continues texts (π0)
     whole_pictures          tokens of a picture see all of it, those after them too; a sliding window bounds what is before them
                             (Gemma 3)
+    pictures_in_windows     they do so in layers with a sliding window alone; in others they see what is before them (Gemma 4)
     embedding_norm          token embeddings go through a norm before the first layer (BLOOM)
     draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
     """
@@ -276,13 +275,16 @@ class ModelConfig(Stack):
     bidirectional_prompt: bool = False
     policy: PolicyStack | None = None
     embedding_norm: bool = False
+    pictures_in_windows: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("bidirectional", "bidirectional_prompt", "whole_pictures", "embedding_norm"):
+        for name in ("bidirectional", "bidirectional_prompt", "whole_pictures", "embedding_norm", "pictures_in_windows"):
             check_flag(name, getattr(self, name))
         if self.whole_pictures and (self.vision is None or self.rope.axes > 1):
             raise UnsupportedError("whole_pictures without a vision tower, or with several rotary axes, is not supported")
+        if self.pictures_in_windows and (not self.whole_pictures or not any(self.sliding_windows)):
+            raise FormatError("config pictures_in_windows without whole_pictures, or without a layer with a sliding window")
         learned = self.rope.kind == "learned" and self.bidirectional
         check_integer("segments", self.segments, 1, MAX_SEGMENTS if learned else 1)
         if type(self.model_type) is not str or len(self.model_type) > 64:
@@ -316,10 +318,10 @@ class ModelConfig(Stack):
             raise UnsupportedError("ssd beside a vision tower is not supported")
         if self.final_logit_softcapping is not None and self.pooling:
             raise FormatError("config has final_logit_softcapping and pooling; what embeds has no logits")
-        if (self.hidden_size_per_layer_input or not self.alike) and (self.pooling or self.vision):
+        if (self.hidden_size_per_layer_input or not self.alike) and self.pooling:
             raise UnsupportedError(
-                "value_norm, num_kv_shared_layers, hidden_size_per_layer_input or heads of several shapes beside pooling or a "
-                "vision tower are not supported"
+                "value_norm, num_kv_shared_layers, hidden_size_per_layer_input or heads of several shapes beside pooling are "
+                "not supported"
             )
         if self.num_hidden_layers * self.hidden_size_per_layer_input > MAX_CHANNELS:
             raise FormatError(
@@ -360,8 +362,9 @@ class ModelConfig(Stack):
 
     @property
     def picture_ranges(self) -> tuple[int, ...]:
-        """The same where tokens of a picture do."""
-        return self._windows if self.whole_pictures else ()
+        """The same where tokens of a picture do; with pictures_in_windows without 0."""
+        found = self._windows if self.whole_pictures else ()
+        return tuple(filter(None, found)) if self.pictures_in_windows else found
 
     @property
     def _windows(self) -> tuple[int, ...]:

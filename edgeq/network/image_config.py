@@ -1,7 +1,7 @@
 """How a picture becomes the pixels that a vision tower was trained on: a checked record of the configuration.
 
-The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3, Idefics3, GOT-OCR2, LFM2-VL), whose
-settings are in a checkpoint's preprocessor_config.json.
+The rules are those of transformers' image processors (Qwen2-VL, CLIP, SigLIP, Gemma 3 and 4, Idefics3, GOT-OCR2, LFM2-VL),
+whose settings are in a checkpoint's preprocessor_config.json.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from edgeq.pictures.tiling import MAX_TILED_EDGE, Tiling, tile_pairs, tile_pairs
 
 TILED = ("tiles", "aspect", "large")
 """Sizings with tiles."""
-VARYING = ("factor", "large")
+VARYING = ("factor", "large", "budget")
 """Sizings by which pictures, or the whole ones after their tiles, differ in size."""
-SIZINGS = ("factor", "crop", "fixed", *TILED)
+SIZINGS = ("factor", "crop", "fixed", *TILED, "budget")
 MAX_PIXELS = 1 << 26
 """The most of a picture as the tower reads it: Qwen3-VL's limit is 2^24."""
 MAX_EDGE = 1 << 13
@@ -41,7 +41,8 @@ class ImageConfig:
                 tiles, after which the whole picture comes as one (Idefics3); "aspect": it is resized to the rows and columns of
                 tiles, from min_tiles to max_tiles together, whose proportion is nearest to its own, and cut into them, after
                 which the whole picture comes as one where they are several (InternVL); "large": as "factor", and what would
-                have more than `tolerance` times max_pixels comes in tiles as of "aspect" before it (LFM2-VL)
+                have more than `tolerance` times max_pixels comes in tiles as of "aspect" before it (LFM2-VL); "budget": it is
+                made as large as max_pixels allow, then height and width are rounded down to multiples of the factor (Gemma 4)
     resampling  the filter, by Pillow's name
     mean, std   of red, green and blue
     least_edge  pixels that a shorter edge counts as where it is decided whether a picture is cut
@@ -79,6 +80,7 @@ class ImageConfig:
             "tiles": tiles,
             "aspect": aspect,
             "large": (*pixels, *aspect, "least_edge"),
+            "budget": ("max_pixels",),
         }[self.sizing]
         _number("tolerance", self.tolerance, *((1e-3, 1e3) if self.sizing == "large" else (0.0, 0.0)))
         for name in (*pixels, *edge, "shortest_edge", *tiles, *aspect[1:], "least_edge"):
@@ -126,6 +128,8 @@ class ImageConfig:
 
     def _whole_tokens(self, factor: int) -> int:
         most = max(1, self.max_pixels // factor**2)
+        if self.sizing == "budget":
+            return most
         # Of a long narrow one the shorter edge is not rounded to zero.
         return max(most, math.isqrt(MAX_ASPECT * most))
 
@@ -200,6 +204,8 @@ class ImageConfig:
         _check_shape(height, width)
         if self.sizing == "factor":
             return _multiple(height, width, factor, self.min_pixels, self.max_pixels, most_tokens, first=0)
+        if self.sizing == "budget":
+            return _rounded_down(height, width, factor, min(self.max_pixels // factor**2, most_tokens))
         tokens = self.most_tokens(factor)
         if tokens > most_tokens:
             raise InputError(f"every picture has {tokens} tokens for this model, and {most_tokens} are allowed")
@@ -258,6 +264,17 @@ def _multiple(height: int, width: int, factor: int, least: int, most: int, most_
             rows = max(1, most_tokens // columns)
         else:
             columns = max(1, most_tokens // rows)
+    return rows * factor, columns * factor
+
+
+def _rounded_down(height: int, width: int, factor: int, tokens: int) -> tuple[int, int]:
+    """The rule of Gemma 4's processor for at most so many tokens: a small picture is enlarged too."""
+    scale = math.sqrt(tokens * factor**2 / (height * width))
+    rows, columns = math.floor(scale * height / factor), math.floor(scale * width / factor)
+    if rows == 0:
+        rows, columns = 1, max(1, min(width // height, tokens))
+    elif columns == 0:
+        rows, columns = min(height // width, tokens), 1
     return rows * factor, columns * factor
 
 

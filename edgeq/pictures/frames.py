@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,19 @@ def patch_places(grid: Grid, merge: int) -> NDArray[np.int32]:
         part.reshape(rows // merge, merge, columns // merge, merge).transpose(0, 2, 1, 3).reshape(-1) for part in (row, column)
     ]
     return np.stack(blocks)
+
+
+def table_positions(table: NDArray[np.float32], grid: Grid, config: VisionConfig) -> NDArray[np.float32]:
+    """Positions float32 [patches, hidden_size] of a frame, in the order of `patch_places`, where config.placed_by_grid.
+
+    table   float32 [rows, hidden_size]: a square, row by row, which is interpolated; or entries of columns, then as many of
+            rows
+    """
+    if config.positions_by_axis:
+        row, column = patch_places(grid, config.merge)
+        return np.asarray(table[column] + table[len(table) // 2 + row], np.float32)
+    side = math.isqrt(len(table))
+    return interpolated(table.reshape(side, side, -1), grid, config)
 
 
 def interpolated(table: NDArray[np.float32], grid: Grid, config: VisionConfig) -> NDArray[np.float32]:

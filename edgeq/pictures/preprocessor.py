@@ -23,6 +23,8 @@ GOT = "GotOcr2ImageProcessor"
 """InternVL's, which always cuts into tiles with it."""
 LFM = "Lfm2VlImageProcessor"
 """Which cuts large pictures alone."""
+GEMMA_4 = "Gemma4ImageProcessor"
+"""Whose pixels v, from 0 to 1 as it leaves them, the tower reads as 2 v - 1."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     QWEN: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}},
     CLIP: {"image_mean": CLIP_MEAN, "image_std": CLIP_STD, "size": {"shortest_edge": 224}, "crop_size": 224},
@@ -35,6 +37,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     LFM: {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 2, "do_pad": True, "do_image_splitting": True}
     | {"min_tiles": 2, "max_tiles": 10, "tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256}
     | {"max_pixels_tolerance": 2.0, "encoder_patch_size": 16, "downsample_factor": 2},
+    GEMMA_4: {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3, "do_normalize": False}
+    | {"max_soft_tokens": 280, "pooling_kernel_size": 3, "patch_size": 16},
     **dict.fromkeys(
         IDEFICS,
         {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3, "resample": 1, "do_pad": True}
@@ -51,7 +55,7 @@ IGNORED = ("processor_class", "image_processor_type", "feature_extractor_type", 
 NEUTRAL = {"do_resize": True, "do_pad": False, "pad_size": None, "use_square_size": False, "do_pan_and_scan": False}
 SIZES = {"patch_size", "temporal_patch_size", "merge_size"}
 MAX_TOKENS = 1 << 20
-"""The most of what LFM2-VL's processor counts: tokens, tiles, pixels of an edge."""
+"""The most of what the processors of LFM2-VL and Gemma 4 count: tokens, tiles, pixels of an edge."""
 
 
 def fields_of(data: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -77,6 +81,10 @@ def fields_of(data: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
         given = {key: value for key, value in given.items() if key not in ("size", "max_num_patches")}
         neutral |= {"do_pad": True, "use_thumbnail": True, "encoder_patch_size": sizes.get("patch_size", 1)}
         neutral |= {"downsample_factor": sizes.get("merge_size", 1)}
+    if kind == GEMMA_4:
+        neutral["pooling_kernel_size"] = sizes.get("merge_size", 1)
+        # It reads no `size`, and base classes write one.
+        given = {key: value for key, value in given.items() if key != "size"}
     if kind == PI0:
         size = given["size"] if isinstance(given["size"], dict) else {}
         neutral |= {"do_pad": True, "pad_size": given.get("pad_size")}
@@ -92,9 +100,12 @@ def fields_of(data: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
     size = _sizes(kind, given, sizes)
     if given:
         raise UnsupportedError(f"preprocessor_config.json: keys {', '.join(sorted(map(str, given)))} are not supported")
+    mean, std = (_three(mean), _three(std)) if normalize else ((0.0,) * 3, (1.0,) * 3)
+    if kind == GEMMA_4:
+        mean, std = _doubled(mean, std)
     return {
-        "mean": _three(mean) if normalize else (0.0,) * 3,
-        "std": _three(std) if normalize else (1.0,) * 3,
+        "mean": mean,
+        "std": std,
         "resampling": RESAMPLINGS[number],
         "rescale": factor if rescale else 1.0,
         **size,
@@ -105,6 +116,9 @@ def _sizes(kind: str, given: dict[str, Any], sizes: Mapping[str, int]) -> dict[s
     """Fields that say what size a picture gets, from keys that are removed from `given`."""
     if kind == LFM:
         return _large(given, sizes)
+    if kind == GEMMA_4:
+        tokens = _count("max_soft_tokens", given.pop("max_soft_tokens"))
+        return {"sizing": "budget", "max_pixels": tokens * (sizes.get("patch_size", 1) * sizes.get("merge_size", 1)) ** 2}
     size = given.pop("size")
     if kind in IDEFICS:
         edges = {"size": size, "max_image_size": given.pop("max_image_size")}
@@ -144,8 +158,7 @@ def _large(given: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     keys = ("min_image_tokens", "max_image_tokens", "tile_size", "min_tiles", "max_tiles")
     found = {key: given.pop(key) for key in keys}
     for key, value in found.items():
-        if type(value) is not int or not 1 <= value <= MAX_TOKENS:
-            raise FormatError(f"preprocessor_config.json: {key} is {value!r:.80}; expected an integer from 1 to {MAX_TOKENS}")
+        _count(key, value)
     patch = sizes.get("patch_size", 1)
     edge = patch * sizes.get("merge_size", 1)
     least, most, tile, fewest, tiles = found.values()
@@ -161,6 +174,20 @@ def _large(given: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     pixels = {"min_pixels": least * edge**2, "max_pixels": most * edge**2, "least_edge": patch}
     tolerance = given.pop("max_pixels_tolerance")
     return {"sizing": "large", "tile": tile, "min_tiles": fewest, "max_tiles": tiles, "tolerance": tolerance, **pixels}
+
+
+def _count(key: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_TOKENS:
+        raise FormatError(f"preprocessor_config.json: {key} is {value!r:.80}; expected an integer from 1 to {MAX_TOKENS}")
+    return int(value)
+
+
+def _doubled(mean: Any, std: Any) -> tuple[Any, Any]:
+    """Mean and deviation of 2 v - 1, of those of v; FormatError: they are no numbers."""
+    for value in (*mean, *std):
+        if type(value) not in (int, float):
+            raise FormatError(f"preprocessor_config.json: image_mean or image_std has {value!r:.80}; expected numbers")
+    return tuple(m + s / 2 for m, s in zip(mean, std, strict=False)), tuple(s / 2 for s in std)
 
 
 def _edges(key: str, size: Any) -> tuple[Any, Any]:

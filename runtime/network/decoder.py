@@ -78,10 +78,9 @@ def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> 
         if config.attends(layer):
             cache = 0 if config.bidirectional else cached.index(config.cache_layer(layer))
             ranges = config.ranges or config.picture_ranges
-            span = ranges.index(config.window(layer)) if ranges else -1
-            operations += attention_block(
-                metadata, config, layer, context, cache=cache, span=span, ahead=config.whole_pictures, select=last
-            )
+            span = ranges.index(config.window(layer)) if config.window(layer) in ranges else -1
+            ahead = config.whole_pictures and span >= 0
+            operations += attention_block(metadata, config, layer, context, cache=cache, span=span, ahead=ahead, select=last)
         if config.blocks(layer)[1]:
             operations += mlp_block(metadata, config, layer)
         if config.hidden_size_per_layer_input:

@@ -6,7 +6,6 @@ cache holds the keys and values of one layer: each layer overwrites those of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -21,10 +20,10 @@ from edgeq.format.manifest import projectors
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import KvCodec
 from edgeq.network.config import VisionConfig
-from edgeq.pictures.frames import FRAME, WINDOW, Frame, Grid, interpolated
+from edgeq.pictures.frames import FRAME, WINDOW, Frame, Grid, table_positions
 from edgeq.runtime.network.block_parts import norm
 from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, mlp_block
-from edgeq.targets.family_operations import RowMean
+from edgeq.targets.family_operations import RowMean, ScaleShift
 from edgeq.targets.graph import (
     Activate,
     Function,
@@ -83,7 +82,7 @@ def patches(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
     """x = patch(pixels), with learned positions added and normed where the tower has them."""
     yield InjectVectors(-1, "pixels")
     yield Linear(-1, "pixels", metadata.linears["vision.patch"], "x")
-    if config.interpolated:
+    if config.placed_by_grid:
         yield InjectVectors(-1, "x", config.patch_width, add=True)
     elif config.position_rows:
         yield PositionAdd(-1, "x", metadata.arrays["vision.positions"])
@@ -115,6 +114,8 @@ def projection(metadata: Metadata, config: VisionConfig) -> Iterator[Operation]:
         if config.averaged:
             last = "token"
             yield RowMean(-1, joined, config.merge**2, last)
+            if config.mean_scaled:
+                yield ScaleShift(-1, last, *(metadata.arrays[name] for name in config.mean_arrays[:2]))
             yield RmsNorm(-1, last, metadata.arrays["vision.mean_norm"], config.rms_norm_eps, last)
         if config.project_size:
             yield Linear(-1, last, linears[f"{p}project.0"], "project")
@@ -173,7 +174,7 @@ class Tower:
         together = self.config.merge**2
         self.most_patches = most_patches // together * together
         graph, rows = tower(file.metadata), self.most_patches + self.config.class_row
-        self._table = position_table(file) if self.config.interpolated else None
+        self._table = position_table(file, self.most_patches) if self.config.placed_by_grid else None
         options = tower_options(file, options, self.most_patches)
         room, pages = target.room(graph, file, options), -(-rows // PAGE)
         needed = room.needed + own_bytes(file, graph, options)
@@ -225,7 +226,7 @@ class Tower:
             spans = np.zeros((len(frame.spans), 2, count), np.int32)
             spans[:, 1] = count
         if self._table is not None:
-            pixels = np.concatenate([pixels, interpolated(self._table, grid, self.config)], axis=1)
+            pixels = np.concatenate([pixels, table_positions(self._table, grid, self.config)], axis=1)
         return Rows(
             tokens=np.zeros(count, np.int32),
             positions=slots[None] if self.config.rope.kind == "learned" else frame.places,
@@ -240,10 +241,13 @@ class Tower:
         )
 
 
-def position_table(file: ModelFile) -> NDArray[np.float32]:
-    """The learned positions of a tower, float32 [side, side, hidden_size]: a square, row by row."""
-    ref = file.metadata.arrays["vision.positions"]
-    side = math.isqrt(ref.shape[0])
+def position_table(file: ModelFile, most_patches: int) -> NDArray[np.float32]:
+    """The learned positions of a tower, float32 [rows, hidden_size]: those that a picture of `most_patches` can have."""
+    ref, config = file.metadata.arrays["vision.positions"], vision_of(file.metadata)
     stored = file.array(ref)
+    if config.positions_by_axis:
+        # A picture of one row of tokens is the longest.
+        half, longest = ref.shape[0] // 2, most_patches // config.merge
+        stored = np.concatenate([stored[:longest], stored[half : half + longest]])
     values = from_bf16(stored) if ref.dtype == "bf16" else stored.astype(np.float32)
-    return np.asarray(values.reshape(side, side, -1), np.float32)
+    return np.asarray(values, np.float32)

@@ -8,7 +8,18 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.targets.family_operations import ArrayScale, Gate, GatedAdd, GatedNorm, Limit, RowMean, ScaleAdd, ShareScale, SoftCap
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    Gate,
+    GatedAdd,
+    GatedNorm,
+    Limit,
+    RowMean,
+    ScaleAdd,
+    ScaleShift,
+    ShareScale,
+    SoftCap,
+)
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -171,6 +182,10 @@ def scale_add(context: RunContext, op: ScaleAdd, rows: Rows, state: State) -> No
 def row_mean(context: RunContext, op: RowMean, rows: Rows, state: State) -> None:
     out = context.out(state, op.out, len(rows))
     out[:] = state[op.x].reshape(len(rows), op.count, -1).mean(axis=1)
+
+
+def scale_shift(context: RunContext, op: ScaleShift, rows: Rows, state: State) -> None:
+    state[op.x] = state[op.x] * context.array(op.scale) + context.array(op.shift)
 
 
 def share_scale(context: RunContext, op: ShareScale, rows: Rows, state: State) -> None:

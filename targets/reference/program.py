@@ -26,6 +26,7 @@ from edgeq.targets.family_operations import (
     RowBefore,
     RowMean,
     ScaleAdd,
+    ScaleShift,
     ShareScale,
     ShortConv,
     SiluConv,
@@ -210,4 +211,5 @@ OPERATIONS: dict[type[Operation], Callable[[RunContext, Any, Rows, State], None]
     SoftCap: layers.soft_cap,
     Limit: layers.limit,
     RowMean: layers.row_mean,
+    ScaleShift: layers.scale_shift,
 }

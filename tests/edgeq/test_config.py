@@ -102,6 +102,21 @@ NAFLEX_TOWER = replace(
     project_act="gelu",
 )  # fmt: skip
 NAFLEX = replace(PLAIN, conv_layers=(0,), conv_taps=3, vision=NAFLEX_TOWER)
+AXES_TOWER = replace(
+    TOWER,
+    image=ImageConfig(sizing="budget", mean=(0.5,) * 3, std=(0.5,) * 3, max_pixels=7840),
+    post_norms=True,
+    qk_norm=True,
+    value_norm=True,
+    position_rows=40,
+    positions_by_axis=True,
+    project_norm="none",
+    project_size=0,
+    project_act="none",
+    averaged=True,
+    mean_scaled=True,
+)
+IN_WINDOWS = replace(PLAIN, sliding_windows=(8, 0), vision=AXES_TOWER, whole_pictures=True, pictures_in_windows=True)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
 OLMO = replace(PLAIN, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_kind="whole")
@@ -173,6 +188,7 @@ WRITTEN = [
     TAPPED,
     AVERAGED,
     NAFLEX,
+    IN_WINDOWS,
     BLOOM,
 ]
 
@@ -553,6 +569,13 @@ def test_a_text_model_keeps_its_keys() -> None:
     )
 
 
+def test_pictures_are_whole_in_windows_alone_where_there_are_some() -> None:
+    assert IN_WINDOWS.picture_ranges == (8,) and replace(IN_WINDOWS, pictures_in_windows=False).picture_ranges == (0, 8)
+    for wrong in ({"whole_pictures": False}, {"sliding_windows": ()}):
+        with pytest.raises(FormatError, match="pictures_in_windows without"):
+            replace(IN_WINDOWS, **wrong)
+
+
 BAD_TOWERS = {
     "an unknown key": ({"windows": 1}, UnsupportedError, "config vision has unknown keys windows"),
     "a huge patch": ({"patch_size": 256, "temporal_patch_size": 16}, FormatError, "patch_width is 3145728"),
@@ -608,6 +631,12 @@ def test_values_of_a_tower_out_of_range_are_named(keys: dict[str, Any], kind: ty
         (LLAVA, {"window_size": 1, "window_layers": [0]}, UnsupportedError, "class_row and windows"),
         (LLAVA, {"merge": 2, "class_feature": True}, FormatError, "class_feature .* beside joined patches"),
         (LLAVA, {"project_eps": 1e-5}, UnsupportedError, "project_eps is supported with a project_norm, without"),
+        (IN_WINDOWS, {"positions_by_axis": 1}, FormatError, "positions_by_axis is 1"),
+        (IN_WINDOWS, {"interpolated": True}, UnsupportedError, "positions_by_axis is supported with an axial rope, without"),
+        (IN_WINDOWS, {"position_rows": 38}, FormatError, "position_rows is 38; expected an even number, at least 40"),
+        (IN_WINDOWS, {"position_rows": 41}, FormatError, "position_rows is 41; expected an even number, at least 40"),
+        (IN_WINDOWS, {"averaged": False}, FormatError, "mean_scaled without averaged"),
+        (IN_WINDOWS, {"num_kv_shared_layers": 1}, UnsupportedError, "num_kv_shared_layers"),
         (NAFLEX, {"antialiased": 1}, FormatError, "antialiased is 1"),
         (NAFLEX, {"antialiased": False}, UnsupportedError, "interpolated True and antialiased False"),
         (NAFLEX, {"interpolated": False}, UnsupportedError, "interpolated False and antialiased True"),

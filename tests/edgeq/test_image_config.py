@@ -17,6 +17,7 @@ SIGLIP: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor", "size"
 TILES: dict[str, Any] = {"image_processor_type": "Idefics3ImageProcessor"}
 GOT: dict[str, Any] = {"image_processor_type": "GotOcr2ImageProcessor"}
 LFM: dict[str, Any] = {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 14, "tile_size": 504}
+GEMMA_4: dict[str, Any] = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 14, "pooling_kernel_size": 1}
 READ = {
     "published Qwen2-VL": (QWEN, {"sizing": "factor", "min_pixels": 3136, "max_pixels": 12845056}),
     "Qwen2-VL by transformers 5": (
@@ -71,6 +72,16 @@ READ = {
         | {"do_pan_and_scan": None, "image_seq_length": 256, "pan_and_scan_min_crop_size": None},
         {"sizing": "fixed", "height": 896, "width": 896, "resampling": "bilinear", "mean": (0.5,) * 3},
     ),
+    "Gemma 4": (
+        GEMMA_4
+        | {"max_soft_tokens": 560, "do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "size": None}
+        | {"image_seq_length": 280},
+        {"sizing": "budget", "max_pixels": 560 * 196, "mean": (0.5,) * 3, "std": (0.5,) * 3, "resampling": "bicubic"},
+    ),
+    "Gemma 4 that normalizes": (
+        GEMMA_4 | {"do_normalize": True, "image_mean": [0.25] * 3, "image_std": [0.5] * 3},
+        {"max_pixels": 280 * 196, "mean": (0.5,) * 3, "std": (0.25,) * 3},
+    ),
     "bilinear": (SIGLIP | {"resample": 2}, {"resampling": "bilinear"}),
     "not normalized": (CLIP | {"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
     "not rescaled": (CLIP | {"do_rescale": False}, {"rescale": 1.0}),
@@ -102,6 +113,13 @@ REFUSED = {
     "more tiles than are tried": (GOT | {"max_patches": 65}, FormatError, "max_tiles is 65; expected an integer from 1 to 64"),
     "fewer tiles at most": (GOT | {"min_patches": 13}, FormatError, "min_tiles is 13, above max_tiles, 12"),
     "a longest edge as text": (TILES | {"size": {"longest_edge": "9"}}, FormatError, "longest_edge is '9'"),
+    "means of other patches": (GEMMA_4 | {"pooling_kernel_size": 3}, UnsupportedError, "pooling_kernel_size 3"),
+    "no tokens": (GEMMA_4 | {"pooling_kernel_size": 2, "max_soft_tokens": 0}, FormatError, "max_soft_tokens is 0"),
+    "a mean of text to fold": (
+        GEMMA_4 | {"pooling_kernel_size": 2, "do_normalize": True, "image_mean": "abc"},
+        FormatError,
+        "image_mean or image_std",
+    ),
     "pan and scan": (
         {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True},
         UnsupportedError,

@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 
-from edgeq.targets.family_operations import ArrayScale, Gate, Limit, RowMean, ScaleAdd, ShareScale, SoftCap, ValueNorm
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    Gate,
+    Limit,
+    RowMean,
+    ScaleAdd,
+    ScaleShift,
+    ShareScale,
+    SoftCap,
+    ValueNorm,
+)
 from edgeq.targets.graph import Activate, Attention, CacheWrite, LayerNorm, NormAdd, PositionAdd, RopeRotate, Scale
 from tests.targets.cases import Arrays
 from tests.targets.test_cpu_kernels import both, shown
@@ -188,6 +198,16 @@ def test_a_mean_of_parts_side_by_side(width):
     graph = shown(arrays, x, [RowMean(0, "x", 4, "y")], "y", {"x": 4 * width, "y": width, "_dim": 2})
     for found in both(graph, arrays, ROWS, [2, 3]):
         assert np.abs(found - x.reshape(ROWS, 4, width).mean(1)).max() < 1e-6
+
+
+@pytest.mark.parametrize("width", [16, 40])
+def test_channels_are_scaled_and_shifted(width):
+    rng, arrays = np.random.default_rng(width), Arrays()
+    x = rng.standard_normal((ROWS, width))
+    (scale, a), (shift, b) = (stored(arrays, rng.standard_normal(width), dtype) for dtype in ("f32", "bf16"))
+    graph = shown(arrays, x, [ScaleShift(0, "x", scale, shift)], "x", {"x": width, "_dim": 2})
+    for found in both(graph, arrays, ROWS, [2, 3]):
+        assert np.abs(found - (x * a + b)).max() < 1e-5
 
 
 def test_shares_are_multiplied_by_numbers_of_their_experts():

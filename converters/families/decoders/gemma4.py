@@ -1,4 +1,4 @@
-"""Gemma 4, the text model."""
+"""Gemma 4, the text model; vision/gemma4.py has its tower."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ ROPES = {
 """transformers' own where there are no rope_parameters."""
 PER_LAYER = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """Keys of a layer in `per_layer_config`, as transformers writes them -> as published configurations have them."""
-OTHER_TOWERS = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+VISION = ("model.vision_tower.", "model.embed_vision.")
+AUDIO = ("model.audio_tower.", "model.embed_audio.")
 
 
 def layer_types(values: Values, layers: int) -> list[Any]:
@@ -177,9 +178,12 @@ def moe_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 
 def gemma4_unused(config: ModelConfig, tensor: str) -> bool:
-    """The towers, and keys and values of layers that read those of others: checkpoints carry what was there before training."""
-    if tensor.startswith(OTHER_TOWERS):
-        return True
+    """The towers, and keys and values that are not read."""
+    return tensor.startswith((*VISION, *AUDIO)) or unread_keys(config, tensor)
+
+
+def unread_keys(config: ModelConfig, tensor: str) -> bool:
+    """Keys and values of layers that read those of others: checkpoints carry what was there before training."""
     of_keys = ("k_proj.weight", "v_proj.weight", "k_norm.weight")
     shared = (layer for layer in range(config.num_hidden_layers) if config.shares_cache(layer))
     return any(tensor == f"model.layers.{layer}.self_attn.{name}" for layer in shared for name in of_keys)
@@ -234,13 +238,4 @@ GEMMA_4 = FamilyDescription(
     sources=gemma4_sources,
     unused=gemma4_unused,
     mappings=gemma4_mappings,
-)
-GEMMA_4_FAMILIES = (
-    GEMMA_4,
-    replace(
-        GEMMA_4,
-        architecture="Gemma4ForConditionalGeneration",
-        renamed={"model.language_model.": "model."},
-        text_alone=True,
-    ),
 )

@@ -27,6 +27,7 @@ from edgeq.targets.family_operations import (
     RowBefore,
     RowMean,
     ScaleAdd,
+    ScaleShift,
     ShareScale,
     ShortConv,
     SiluConv,
@@ -129,4 +130,5 @@ _PLAIN: dict[type[op.Operation], Callable[[Context, Any], None]] = {
     SoftCap: layers.soft_cap,
     Limit: layers.limit,
     RowMean: layers.row_mean,
+    ScaleShift: layers.scale_shift,
 }

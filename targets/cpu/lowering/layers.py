@@ -12,7 +12,7 @@ from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.fuse import Fusion
 from edgeq.targets.cpu.lowering.layout import QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel
-from edgeq.targets.family_operations import ArrayScale, Limit, RowMean, ScaleAdd, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Limit, RowMean, ScaleAdd, ScaleShift, SoftCap
 
 
 def embed(context: Context, o: op.Embed) -> None:
@@ -131,6 +131,15 @@ def row_mean(context: Context, o: RowMean) -> None:
     args = norms.RowMeanArgs(x=x, x_stride=x_stride, count=o.count, width=context.width(o.out), out=out, out_stride=out_stride)
     context.emit(kernel(norms.row_mean), args)
     context.invalidate(o.out)
+
+
+def scale_shift(context: Context, o: ScaleShift) -> None:
+    (x, stride), floats = context.place(o.x), context.memory.floats
+    args = elementwise.ScaleShiftArgs(
+        x=x, x_stride=stride, width=context.width(o.x), scale=floats(o.scale), shift=floats(o.shift)
+    )  # fmt: skip
+    context.emit(kernel(elementwise.scale_shift), args)
+    context.invalidate(o.x)
 
 
 def position_add(context: Context, o: op.PositionAdd) -> None:

@@ -30,7 +30,7 @@ TOLERANCE = 1e-3
 FAMILIES, OTHERS = (
     ("taps", "clip_llama"),
     ("siglip_qwen2", "clip_mistral", "windows", "states", "states_experts", "tiles", "averaged", "aspect", "aspect_rms")
-    + ("naflex",),
+    + ("naflex", "gemma4"),
 )
 
 
@@ -78,7 +78,9 @@ def head(file: ModelFile, states: np.ndarray) -> np.ndarray:
     config, table = file.metadata.config, file.metadata.linears["head"].weights[0]
     norm = file.array(file.metadata.arrays["norm"])
     weight = unpack_floats(file.array(table.arrays["q"]), "f32", table.rows, table.columns)
-    return states / np.sqrt((states**2).mean(1, keepdims=True) + config.rms_norm_eps) * norm @ weight.T
+    logits: np.ndarray = states / np.sqrt((states**2).mean(1, keepdims=True) + config.rms_norm_eps) * norm @ weight.T
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def near(found: np.ndarray, wanted: np.ndarray) -> bool:

@@ -143,18 +143,18 @@ def test_the_mlp_beside_experts_of_gemma4_is_the_one_for_all_tokens() -> None:
     assert scales["mlp_norm"].consumers == ("shared.gate", "shared.up") and not scales["experts_input_norm"].followers
 
 
-def test_of_a_gemma4_that_sees_the_text_model_is_converted(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_gemma4_without_a_vision_tower_is_the_text_model(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Layers that read keys of others may carry their own, which nothing reads."""
     folder = checkpoint("gemma4")
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     for part in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
         named[f"model.language_model.layers.5.self_attn.{part}"] = torch.ones(2, 2)
-    named |= {"model.vision_tower.patch_embedder.input_proj.weight": torch.ones(4, 4), "model.embed_audio.x": torch.ones(2)}
-    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": config["model_type"], "vision_config": {}}
+    named |= {"model.audio_tower.layers.0.x": torch.ones(4, 4), "model.embed_audio.x": torch.ones(2)}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": config["model_type"], "audio_config": {}}
     saved_otherwise(folder, tmp_path / "seeing", named, outer | {"text_config": config, "tie_word_embeddings": True})
     notes = preflight(str(tmp_path / "seeing"), ConvertOptions(method="rtn", group_size=32)).notes()
-    assert any("the text model alone is converted; its vision tower is left out" in note for note in notes)
+    assert any("left out: its audio tower" in note for note in notes)
     assert_same_file(folder, tmp_path / "seeing", tmp_path)
     named["model.language_model.layers.1.self_attn.v_norm.weight"] = torch.ones(64)
     saved_otherwise(folder, tmp_path / "more", named, outer | {"text_config": config, "tie_word_embeddings": True})

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_config import (
+    AXES_TOWER,
     BESIDE,
     BESIDE_ATTENTION,
     CLIP_TOWER,
@@ -30,6 +31,7 @@ from edgeq.format import codec, container, manifest, metadata, metadata_codec, q
 from edgeq.format.container import ModelFile
 from edgeq.format.records import MODES, LinearSpec
 from edgeq.network import activations, config, delta_net, pooling, rope, ssd, stack
+from edgeq.pictures import tower_positions
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -176,7 +178,7 @@ def test_all_layers_and_arrays_of_a_tower_are_named() -> None:
     }
     found = {
         re.sub(r"taps\.\d+", "taps.N", name)
-        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER, replace(TOWER, averaged=True, project_norm="patch"), NAFLEX_TOWER)
+        for vision in (TOWER, CLIP_TOWER, TAPPED_TOWER, AXES_TOWER, NAFLEX_TOWER)
         for name in (*manifest.patch_contents(vision), *manifest.projector_contents(vision))
     }
     assert found == {name for name in page if ".layers." not in name}
@@ -241,7 +243,7 @@ def test_limits_are_the_constants() -> None:
         "rows of the base of a transform": manifest.MAX_BASE,
         "experts of all layers together": stack.MAX_EXPERTS,
         "pixels of a patch, channels of joined patches": config.MAX_CHANNELS,
-        "rows of learned positions of a tower": config.MAX_POSITIONS,
+        "rows of learned positions of a tower": tower_positions.MAX_POSITIONS,
     }
     sizes = dict[str, int]()
     for what, limit in rows(section("Limits"), "what"):

@@ -257,3 +257,26 @@ def angles() -> Kernel:
                 put_f32(args.sines + r * args.stride + 4 * i, math.sin(angle) * factor)
 
     return kernel
+
+
+class ScaleShiftArgs(Args):
+    """Widths are padded to 16 in x, scale and shift, in these with zeros."""
+
+    x = pointer()
+    x_stride = nbytes()
+    width = number()
+    scale = pointer()
+    shift = pointer()
+
+
+def scale_shift() -> Kernel:
+    """x = x * scale + shift, channel by channel."""
+
+    def kernel(record, part, parts, thread):
+        args = ScaleShiftArgs(record)
+        for r in range(part, get_i64(args.rows), parts):
+            x = args.x + r * args.x_stride
+            for c in range(0, args.width, 16):
+                vstore(x + 4 * c, vfma(vload(x + 4 * c), vload(args.scale + 4 * c), vload(args.shift + 4 * c)))
+
+    return kernel
