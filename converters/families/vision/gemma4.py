@@ -32,7 +32,7 @@ RENAMED = {"model.language_model.": "model."}
 TENSORS = "model.vision_tower."
 ROPES = ("axial", "default")
 """Types under which transformers rotates halves of heads by columns and rows."""
-MOST = {
+MAX_SETTINGS = {
     **{key: MAX_SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     **{key: MAX_SIZES[key] for key in ("num_key_value_heads", "head_dim")},
     "patch_size": MAX_VISION_SIZES["patch_size"],
@@ -43,14 +43,14 @@ MOST = {
 
 
 def gemma4_tower(values: Values) -> dict[str, Any]:
-    for key, most in MOST.items():
+    for key, most in MAX_SETTINGS.items():
         if type(values[key]) is not int or not 1 <= values[key] <= most:
             raise FormatError(f"vision_config: {key} is {str(values[key])[:80]}; expected an integer from 1 to {most}")
     head_dim = values["head_dim"]
     if head_dim % 4:
         raise FormatError(f"vision_config: head_dim is {head_dim}; expected a multiple of 4: halves of it are rotated")
     return {
-        **{key: values[key] for key in MOST if key not in ("pooling_kernel_size", "position_embedding_size")},
+        **{key: values[key] for key in MAX_SETTINGS if key not in ("pooling_kernel_size", "position_embedding_size")},
         "rms_norm_eps": values["rms_norm_eps"],
         "rope": Rope(_theta(values), "axial", sections=(head_dim // 4,) * 2),
         "hidden_act": values["hidden_activation"],

@@ -23,7 +23,7 @@ DRAW_NUMBERS = 5
 """Numbers of a draw, float64: those of Draw in its order, with one of its uniforms."""
 
 
-class Result(NamedTuple):
+class LeftArray(NamedTuple):
     """An array on the device that a run leaves for the host.
 
     address   where it begins;  shape: [rows, numbers];  type: of its numbers, of 32 bits
@@ -59,15 +59,19 @@ class Chosen:
     draws: bool
     next: int
 
-    def results(self, rows: int) -> list[Result]:
+    def results(self, rows: int) -> list[LeftArray]:
         """Values, ids, finite and what was drawn, for so many rows."""
         wide, one = (rows, self.count), (rows, 1)
-        found = [Result(self.values, wide, np.float32), Result(self.ids, wide, np.int32), Result(self.finite, one, np.int32)]
-        return [*found, Result(self.next, one, np.int32)] if self.draws else found
+        found = [
+            LeftArray(self.values, wide, np.float32),
+            LeftArray(self.ids, wide, np.int32),
+            LeftArray(self.finite, one, np.int32),
+        ]
+        return [*found, LeftArray(self.next, one, np.int32)] if self.draws else found
 
-    def tokens(self, found: Sequence[NDArray[Any]], rows: int) -> list[int]:
-        """What is at `next`; found: the `results` of a run."""
-        tokens: list[int] = found[3 if self.draws else 1][:rows, 0].tolist()
+    def tokens(self, left: Sequence[NDArray[Any]], rows: int) -> list[int]:
+        """What is at `next`; left: the `results` of a run."""
+        tokens: list[int] = left[3 if self.draws else 1][:rows, 0].tolist()
         return tokens
 
 

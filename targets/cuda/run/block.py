@@ -38,7 +38,7 @@ def of_rows(name: object) -> str:
 
 
 def stage_of(name: object) -> int:
-    """Of a name of `of_rows`."""
+    """The stage in a name that `of_rows` knows."""
     return int(name[2]) if isinstance(name, tuple) and of_rows(name) else 0
 
 

@@ -23,7 +23,7 @@ from edgeq.targets.cuda.device.device import Call, Copy, Device, Memory, Pinned,
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.cache import CacheKind
 from edgeq.targets.cuda.lowering.context import Gather
-from edgeq.targets.cuda.lowering.largest import Result
+from edgeq.targets.cuda.lowering.largest import LeftArray
 from edgeq.targets.cuda.run.block import SentBlock, Write, of_rows, stage_of
 from edgeq.targets.cuda.run.feed import Sent
 from edgeq.targets.requantization import WeightSource
@@ -177,7 +177,7 @@ class Recordings:
             self._kept.move_to_end(key)
         return found
 
-    def record(self, key: Key, sent: Sent, calls: Steps, results: Sequence[Result], block: BlockOf) -> Recorded | None:
+    def record(self, key: Key, sent: Sent, calls: Steps, results: Sequence[LeftArray], block: BlockOf) -> Recorded | None:
         """Make one; None: there is no memory for it, now or before.
 
         sent      what the kernels read that differs between runs; its sizes follow from the key
@@ -212,7 +212,7 @@ class Recordings:
         self._kept.clear()
         self._room = 0
 
-    def _record(self, key: Key, sent: Sent, calls: Steps, results: Sequence[Result], block: BlockOf) -> Recorded:
+    def _record(self, key: Key, sent: Sent, calls: Steps, results: Sequence[LeftArray], block: BlockOf) -> Recorded:
         if self._result is None:
             self._result = self._device.pinned(self._result_bytes)
         # What differs between rows is first, as a block writes it at once; page tables are last: they change seldom.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeq.targets.cuda.device.device import Call, Copy
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.lowering.context import Bring, Gather, Lowering, Routed
-from edgeq.targets.cuda.lowering.largest import DRAWS, Chosen, Result
+from edgeq.targets.cuda.lowering.largest import DRAWS, Chosen, LeftArray
 from edgeq.targets.cuda.run.block import Draws, SentBlock, Write, padded_draws
 from edgeq.targets.cuda.run.feed import PAGES_OF_A_RUN, Feed, Sent
 from edgeq.targets.cuda.run.graphs import Key, Places, Recorded, Recordings, gathered, padded, parts_of, row_class
@@ -78,7 +78,7 @@ class RecordedRuns:
         if found is None:
             steps = partial(self._steps, lowering, weights, chosen, key, sent)
             width = self._result_bytes // 4
-            read = chosen.results(results) if chosen else [Result(self._result, (results, width), np.float32)]
+            read = chosen.results(results) if chosen else [LeftArray(self._result, (results, width), np.float32)]
             found = self._recordings.record(key, sent, steps, read, partial(self._block, key, sent))
         if found is None:
             return None
