@@ -82,8 +82,9 @@ class SentBlock:
         self._selected = {of_rows(name): views[name] for name in some}
         self._chosen = views.get("wanted") if results < rows else None
         whole = [name for name in views if of_rows(name) and name not in some]
-        self._names, first = [of_rows(name) for name in whole], places[whole[0]][0]
-        # One of them after another, so that all are one array.
+        self._names = [of_rows(name) for name in whole]
+        # One of them after another, so that all are one array; a graph that only layers are tried with has none.
+        first = places[whole[0]][0] if whole else 0
         stride = places[whole[1]][0] - first if len(whole) > 1 else 0
         assert all(places[name] == (first + i * stride, 4 * rows) for i, name in enumerate(whole))
         self._rows: NDArray[np.int32] = np.ndarray((len(whole), rows), np.int32, array, first, (stride, 4))
@@ -130,7 +131,8 @@ class SentBlock:
         }
         if self._turned:
             values["places"] = self._angles.places_of_text(values["positions"])
-        self._rows[:] = [values[name] for name in self._names]
+        if self._names:
+            self._rows[:] = [values[name] for name in self._names]
         if self._chosen is not None:
             self._chosen[:] = rows.wanted
             for name, view in self._selected.items():
