@@ -113,20 +113,21 @@ class Lines:
 
     def records(self, lines: Iterable[BatchLine]) -> Iterator[ResultLine]:
         """The record of each line, as they are finished.  DeviceError: the model has failed."""
-        source, seats = iter(lines), self._settings.seats
+        source, seats, more = iter(lines), self._settings.seats, True
         ahead = deque[tuple[BatchLine, Future[_Asked]]]()
         with ThreadPoolExecutor(1, "edgeq-reader") as pool:
-            while True:
-                while len(ahead) < LINES_AHEAD * seats and (line := next(source, None)):
-                    ahead.append((line, pool.submit(self._asked, line)))
+            while more or ahead or self.scheduler.busy:
+                while more and len(ahead) < LINES_AHEAD * seats:
+                    if next_line := next(source, None):
+                        ahead.append((next_line, pool.submit(self._asked, next_line)))
+                    else:
+                        more = False
                 while ahead and len(self._running) < seats and (ahead[0][1].done() or not self.scheduler.busy):
                     line, future = ahead.popleft()
                     try:
                         self._begin(line, future.result())
                     except Exception as error:
                         yield refused(line, error)
-                if not self.scheduler.busy and not ahead:
-                    return
                 yield from self._step()
 
     def _asked(self, line: BatchLine) -> _Asked:

@@ -170,7 +170,8 @@ def test_lines_that_cannot_be_answered_have_a_record_and_the_others_an_answer(
     }
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(text for text, _, _ in cases.values()))
-    result = edgeq("batch", demo, source, "-o", out, "--max-body", "4KB", *THREADS, "-c", 512)
+    # Two lines are read ahead: more than that follow one another that are refused.
+    result = edgeq("batch", demo, source, "-o", out, "--max-body", "4KB", *THREADS, "-c", 512, "--seats", 1)
     assert result.exit_code == 1 and "16 of 18 lines have no answer" in result.stderr, result.stderr
     found = [json.loads(each)["response"] for each in out.read_text().splitlines()]
     for (name, (_, status, code)), response in zip(cases.items(), found, strict=True):
