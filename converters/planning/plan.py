@@ -190,7 +190,7 @@ class ConversionPlan:
         judged on, the states of the others, and a layer on its way back, a row at a time; or the logits at the end."""
         assert self.calibration is not None
         c, length = self.method.config, self.calibration.longest
-        judged, fitted = max(JUDGED, length), max(FITTED, length)
+        judged, fitted = (min(max(most, length), self.calibration.tokens) for most in (JUDGED, FITTED))
         _, logits = measurement_bytes(c, judged)
         states = 4 * c.hidden_size * (2 * (c.num_hidden_layers + 1) * judged + fitted)
         work = self.layer_bytes + self.largest_bytes + max(2 * self.batch_bytes(1), self.batch_bytes(BATCH_ROWS))
