@@ -15,7 +15,7 @@ which stand for the others.  The head and the embedding are measured as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -127,18 +127,33 @@ class GradientProbe(Probe):
         for part, matrix, moments in zip(parts, matrices, moments_over(forward, layer, module, matrices), strict=True):
             item, weight = matrix.item, matrix.weight()
             taken = taken_rows(len(weight))
-            x = torch.cat([x for x, _ in seen[matrix.modules[0]]])
-            squares = torch.cat([torch.cat([g for _, g in seen[linear]]) for linear in matrix.modules], 1)[:, taken].square()
+            x, gradients = inputs_and_gradients(matrix, seen)
+            squares = gradients[:, taken].square()
+            del gradients
             factor = factorize(moments.matrix, item.recipe, bool(self.plan.method.options.act_order))
             some, found[part.name] = weight[taken], {}
             for codec in self.grid(part):
                 change = quantize_matrix(some, factor, Recipe(codec, item.recipe.preset), item.title)[1] - some
-                lost = float(((x @ change.T).square() * squares).sum(1).double().mean())
-                value = 0.5 * LARGE.get(codec.bits, 1.0) * lost * len(weight) / len(taken)
+                value = 0.5 * LARGE.get(codec.bits, 1.0) * loss_of(change, x, squares) * len(weight) / len(taken)
                 self._check(part.name, codec.name, value)
                 found[part.name][codec.name] = value
             del factor
         return found
+
+
+def inputs_and_gradients(matrix: Matrix, seen: Mapping[nn.Linear, Sequence[Pair]]) -> tuple[Tensor, Tensor]:
+    """What `matrix` reads of each token, [tokens, columns], and the gradients at its outputs, [tokens, rows], as `back_through`
+    has seen them."""
+    x = torch.cat([x for x, _ in seen[matrix.modules[0]]])
+    return x, torch.cat([torch.cat([g for _, g in seen[linear]]) for linear in matrix.modules], 1)
+
+
+def loss_of(change: Tensor, x: Tensor, squares: Tensor) -> float:
+    """Twice what a change [rows, columns] of weights loses by the second order, the mean over the tokens.
+
+    x   what they read, [tokens, columns];  squares: of the gradients at their outputs, [tokens, rows]
+    """
+    return float(((x @ change.T).square() * squares).sum(1).double().mean())
 
 
 @torch.no_grad()

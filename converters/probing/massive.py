@@ -27,7 +27,7 @@ from edgeq.converters.calibration.dataset import Calibration
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.calibration.moments import Moments, massive
 from edgeq.converters.planning.plan import FITTED, JUDGED, ConversionPlan
-from edgeq.converters.probing.gradients import Pair, back_through, gradient_at_end
+from edgeq.converters.probing.gradients import Pair, back_through, gradient_at_end, inputs_and_gradients, loss_of
 from edgeq.converters.probing.probe import Matrix
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import LinearItem
@@ -140,8 +140,8 @@ def _best(
     plan: ConversionPlan, matrix: Matrix, moments: Tensor, tokens: Tensor, seen: Mapping[nn.Linear, Sequence[Pair]]
 ) -> float:
     """The share of SHARES with which rounding `matrix` loses least; `moments` are changed."""
-    x = torch.cat([x for x, _ in seen[matrix.modules[0]]])
-    squares = torch.cat([torch.cat([g for _, g in seen[linear]]) for linear in matrix.modules], 1).square()
+    x, gradients = inputs_and_gradients(matrix, seen)
+    squares = gradients.square_()
     weight, before, diagonal, losses = matrix.weight(), 0.0, moments.diagonal().clone(), list[float]()
     of_tokens = tokens.square().sum(0)
     for share in SHARES:
@@ -151,7 +151,7 @@ def _best(
         before = share
         factor = factorize(moments, matrix.item.recipe, bool(plan.method.options.act_order))
         change = quantize_matrix(weight, factor, matrix.item.recipe, matrix.item.title)[1] - weight
-        loss = float(((x @ change.T).square() * squares).sum(1).double().mean())
+        loss = loss_of(change, x, squares)
         losses.append(loss if math.isfinite(loss) else math.inf)
         del factor
     # Of shares that lose the same the largest.
