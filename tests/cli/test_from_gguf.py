@@ -51,6 +51,12 @@ def test_a_gguf_file_is_converted_once(edgeq: Run, gguf: Path, tmp_path: Path) -
     assert (tmp_path / "m.edgeq").read_bytes() == other.read_bytes()
 
 
+@pytest.mark.parametrize("wrong", [("The capital",), ("-n", "abc")])
+def test_nothing_is_converted_for_a_wrong_command_line(edgeq: Run, gguf: Path, tmp_path: Path, wrong: tuple[str, ...]) -> None:
+    found = edgeq("run", gguf, *wrong)
+    assert found.exit_code == 2 and ONCE not in found.stderr and not kept(tmp_path), found.stderr
+
+
 def test_a_gguf_file_runs(edgeq: Run, gguf: Path) -> None:
     found = edgeq("run", gguf, "-p", "def f(", "-n", 4, "--target", "reference", "--temp", 0)
     assert found.exit_code == 0 and ONCE in found.stderr and found.stdout, found.stderr

@@ -17,6 +17,7 @@ from edgeq.runtime.session.requantize import WHEN
 from edgeq.runtime.speculative.speculator import DRAFT_SOURCES
 from edgeq.system.devices import DEVICES
 from edgeq.tools.cli import convert_options, options
+from edgeq.tools.cli.entry import Commands, EdgeqCommand
 from edgeq.tools.cli.main import main
 from tests.cli.running import Run
 
@@ -38,6 +39,10 @@ def test_short_help_is_whole_at_80_columns(edgeq: Run) -> None:
 def test_every_option_says_what_it_does(edgeq: Run, command: str) -> None:
     result = edgeq(command, "--help")
     assert result.exit_code == 0 and f"Usage: edgeq {command}" in result.stdout
+    # Files of models are put in their place by it, and examples are shown line by line.
+    assert isinstance(main.commands[command], EdgeqCommand | Commands)
+    for example in (main.commands[command].epilog or "").strip().splitlines():
+        assert f"\n  {example.strip()}\n" in result.stdout
     for param in main.commands[command].params:
         assert isinstance(param, click.Argument) or (param.help or "").strip().endswith((".", "]")), param.name  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from edgeq.tools.cli.entry import EdgeqCommand
 from edgeq.tools.cli.help_sections import decorated
 from edgeq.tools.cli.options import EXECUTION_OPTIONS, JSON, MODEL, THREADS, text
 
@@ -34,6 +35,7 @@ EMBED_OPTIONS = decorated(
 
 @click.command(
     "rerank",
+    cls=EdgeqCommand,
     short_help="Rank documents for a query.",
     epilog="""
     edgeq rerank bge-reranker.edgeq -q "What is the capital of France?" "Paris is the capital." "Bananas are yellow."
@@ -77,6 +79,7 @@ def rerank(**options: Any) -> None:
 
 @click.command(
     "act",
+    cls=EdgeqCommand,
     short_help="Make a robot's next actions.",
     epilog="""
     edgeq act pi0.edgeq --image front.png --image wrist.png -p "pick up the cup" --state "[0.1, -0.4, 0.7]"

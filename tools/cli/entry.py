@@ -18,6 +18,7 @@ import click
 
 from edgeq.errors import EdgeqError
 from edgeq.tools.cli.help_sections import Examples, SectionedCommand
+from edgeq.tools.cli.params import resolve_files
 
 MAX_MESSAGE_CHARACTERS = 1000
 EXTRAS = {
@@ -180,7 +181,17 @@ def in_json(words: list[str]) -> Iterator[None]:
         raise
 
 
-class Command(SectionedCommand):
+class EdgeqCommand(SectionedCommand):
+    """A command of edgeq: files of models are fetched and converted once its whole command line was found right."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            resolve_files(ctx)
+        return rest
+
+
+class Command(EdgeqCommand):
     """A command that is run by itself, as a module of the laboratory is."""
 
     def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
@@ -195,7 +206,7 @@ class Command(SectionedCommand):
 class Commands(Examples, click.Group):
     """A group of commands.  Their options are parsed within `invoke`."""
 
-    command_class = SectionedCommand
+    command_class = EdgeqCommand
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> click.Context:
         # click takes the words away as it reads them, and an error may come before it has read all.

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from edgeq.tools.cli.entry import EdgeqCommand
 from edgeq.tools.cli.params import EdgeqFile, OneOf
 
 
 @click.command(
     "export",
+    cls=EdgeqCommand,
     short_help="Write a model file in a format of other programs.",
     epilog="""
     edgeq export llama.edgeq --to compressed-tensors -o llama-w4a16

@@ -198,8 +198,6 @@ IMAGE_TOKENS = decorated(
         "--mmproj",
         metavar="FILE",
         type=click.Path(path_type=Path),
-        # FILE is converted with it while the command line is read, so it comes before.
-        is_eager=True,
         expose_value=False,
         callback=remember_tower,
         help="The GGUF file of the vision tower, if the model is a GGUF file; one of the hub brings its own.",

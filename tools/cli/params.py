@@ -202,30 +202,23 @@ class Several(click.ParamType):  # type: ignore[type-arg]
 
 
 def remember_tower(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
-    """Keep the value of --mmproj for `EdgeqFile`."""
+    """Keep the value of --mmproj for `resolve_files`."""
     ctx.meta[TOWER] = value
 
 
 class EdgeqFile(click.Path):
-    """The path of an .edgeq file, or that of a GGUF file, which is converted into the cache, or the name of either on the hub.
+    """The path of an .edgeq file or of a GGUF file, or the name of either on the hub, for `resolve_files`.
 
-    A GGUF file is converted with the tower that `remember_tower` was given, or else the one that lies beside it on the hub.
-
-    InputError: it is something else that people have models in; the message has the command that converts it.  Errors
-    of names of the hub: as edgeq.tools.hub.fetch.model_file.
+    InputError: it is something else that people have models in; the message has the command that converts it.
     """
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        given = tower = ctx.meta.get(TOWER) if ctx else None
-        if is_hub_name(str(value)):
-            from edgeq.tools.hub.fetch import model_file
-
-            value, beside = model_file(str(value), with_tower=given is None)
-            tower = given or beside
         path = Path(value)
+        if is_hub_name(str(value)):
+            return path
         convert_first = f"convert it first: {conversion(path)}"
         if os.path.isdir(path):
             if os.path.exists(path / "config.json"):
@@ -234,13 +227,39 @@ class EdgeqFile(click.Path):
         if not os.path.exists(path) and is_hub_id(path):
             hub = f"if it is a model on the Hugging Face hub, give hf:{path}, or {convert_first}"
             raise InputError(f"{path}: no such file; {hub}")
-        if is_gguf(path):
-            from edgeq.tools.commands.from_gguf import converted
-
-            return converted(path, tower)
-        if given:
-            raise InputError(f"--mmproj goes with a GGUF file, and {path} is none; leave it out")
         return path
+
+
+def resolve_files(ctx: click.Context) -> None:
+    """Put an .edgeq file in the place of each value of type EdgeqFile: what lies on the hub is fetched, and a GGUF file is
+    converted into the cache, with the tower that `remember_tower` was given, or else the one that lies beside it on the hub.
+
+    It takes minutes, so it comes after everything that can be wrong with a command line.
+
+    InputError: --mmproj beside a file that is no GGUF file.  Errors of names of the hub: as edgeq.tools.hub.fetch.model_file.
+    """
+    for param in ctx.command.params:
+        value = ctx.params.get(param.name or "")
+        if isinstance(param.type, EdgeqFile) and value is not None:
+            several = isinstance(value, tuple)
+            found = tuple(_edgeq_file(path, ctx.meta.get(TOWER)) for path in (value if several else (value,)))
+            ctx.params[param.name or ""] = found if several else found[0]
+
+
+def _edgeq_file(path: Path, given: Path | None) -> Path:
+    tower = given
+    if is_hub_name(str(path)):
+        from edgeq.tools.hub.fetch import model_file
+
+        path, beside = model_file(str(path), with_tower=given is None)
+        tower = given or beside
+    if is_gguf(path):
+        from edgeq.tools.commands.from_gguf import converted
+
+        return converted(path, tower)
+    if given:
+        raise InputError(f"--mmproj goes with a GGUF file, and {path} is none; leave it out")
+    return path
 
 
 def conversion(source: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from edgeq.tools.cli.entry import EdgeqCommand
 from edgeq.tools.cli.options import JSON
 
 NAMES = "hf:ORG/REPO[:QUANT]"
@@ -13,6 +14,7 @@ NAMES = "hf:ORG/REPO[:QUANT]"
 
 @click.command(
     "pull",
+    cls=EdgeqCommand,
     short_help="Fetch a model from the Hugging Face hub.",
     epilog="""
     edgeq pull hf:Qwen/Qwen3-0.6B-GGUF:Q8_0
@@ -34,7 +36,7 @@ def pull(name: str, revision: str | None, as_json: bool) -> None:
     command(name, HubAccess(revision=revision), as_json)
 
 
-@click.command("list", short_help="Show the models on this machine.")
+@click.command("list", cls=EdgeqCommand, short_help="Show the models on this machine.")
 @JSON
 def show(as_json: bool) -> None:
     """Show what was fetched from the hub, and what was converted from GGUF files: names, sizes, digests."""
@@ -45,6 +47,7 @@ def show(as_json: bool) -> None:
 
 @click.command(
     "rm",
+    cls=EdgeqCommand,
     short_help="Remove models from this machine.",
     epilog="""
     edgeq rm hf:Qwen/Qwen3-0.6B-GGUF:Q8_0
