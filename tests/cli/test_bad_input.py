@@ -167,6 +167,17 @@ def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: li
     refused(edgeq("run", demo, *options, *target), *words)
 
 
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_sampling_is_checked_before_a_model_is_loaded(
+    edgeq: Run, demo: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: object, **options: object) -> None:
+        pytest.fail("kernels would be compiled first")
+
+    monkeypatch.setattr(f"edgeq.tools.commands.{command}.load", load)
+    refused(edgeq(command, demo, *(("-p", "x") if command == "run" else ()), "--temp", -1), "--temp is -1")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

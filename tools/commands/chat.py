@@ -21,7 +21,7 @@ from edgeq.tools.cli.entry import in_options
 from edgeq.tools.cli.history import line_editing
 from edgeq.tools.cli.params import RANDOM
 from edgeq.tools.cli.terminal import compilation, note, progress, write
-from edgeq.tools.commands.run import Screen, argument, load, read_bytes, read_template, sampling_of, utf8
+from edgeq.tools.commands.run import Screen, argument, given_sampling, load, read_bytes, read_template, sampling_of, utf8
 from edgeq.tools.measure.generation_records import records
 from edgeq.tools.measure.report import cache_label, describe
 
@@ -57,13 +57,14 @@ def chat(
 
     UnsupportedError: the model has no chat template and none is passed.
     """
-    loaded = load(model, read_template(chat_template), options, draft=draft)
-    if loaded.template is None:
-        raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
     if options["seed"] is None:
         # The same question twice should not give the same answer.
         options["seed"] = RANDOM
-    sampling, label = sampling_of(loaded, options, chat=True)
+    given = given_sampling(options)
+    loaded = load(model, read_template(chat_template), options, draft=draft)
+    if loaded.template is None:
+        raise UnsupportedError(f"{model}: no chat template in the file; pass one with --chat-template FILE, or use edgeq run")
+    sampling, label = sampling_of(loaded, given, chat=True)
     stops = [argument(each, "--stop") for each in stop]
     # Wrong values are refused before the first question.
     loaded.speculator(draft, gamma)

@@ -76,6 +76,7 @@ def run(
     chat = chat or bool(images)
     if not chat and (system is not None or chat_template is not None):
         raise InputError("--system and --chat-template go with --chat")
+    given = given_sampling(options)
     held = response_format(json_schema, grammar)
     text = prompt_text(prompt, file)
     messages = [{"role": "system", "content": argument(system, "--system")}] if system is not None else []
@@ -86,7 +87,7 @@ def run(
         options["context"] = context_for(model, text, messages if chat else None, template, tokens + visual)
     loaded = load(model, template, options, sees=bool(images), draft=draft)
     pictures = [loaded.read_image(path) for path in images]
-    sampling, label = sampling_of(loaded, options, chat)
+    sampling, label = sampling_of(loaded, given, chat)
     settings: dict[str, Any] = {
         "max_tokens": tokens,
         "sampling": sampling,
@@ -290,15 +291,23 @@ def load(
         return loaded
 
 
-def sampling_of(model: Model, options: dict[str, Any], chat: bool) -> tuple[Sampling, str]:
-    """The options that were given, for the others what the file recommends, or what is usual in chats (Sampling.recommended);
-    and a line about it.
+def given_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """The values of Sampling that the options give, checked before a model is loaded, which may compile kernels for minutes.
 
     The seed of `--seed random` is drawn here, so that it can be shown and given again.
+
+    InputError: an option out of range.
     """
     given = {name: options[option] for name, option in SAMPLING.items() if options[option] is not None}
     if given.get("seed") == RANDOM:
         given["seed"] = secrets.randbits(32)
+    Sampling(**given)
+    return given
+
+
+def sampling_of(model: Model, given: dict[str, Any], chat: bool) -> tuple[Sampling, str]:
+    """The values that were given, for the others what the file recommends, or what is usual in chats (Sampling.recommended);
+    and a line about it."""
     sampling, others = Sampling.recommended(model, chat, **given), set(SAMPLING) - set(given)
     recommended = Sampling.recommended(model)
     of_file = any(getattr(recommended, name) != getattr(Sampling(), name) for name in others)
