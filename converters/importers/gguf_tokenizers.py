@@ -80,6 +80,7 @@ SPLITS = {
     "exaone4": _GPT2,
     "falcon": Split(split_patterns.GPT2, threes=True),
     "mpt": Split(split_patterns.GPT2, composed=True),
+    "bloom": Split(split_patterns.BLOOM),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,

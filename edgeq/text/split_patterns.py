@@ -26,6 +26,8 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _BREAKS
 )
 """After its digits and Chinese and Japanese letters were taken out; Hunyuan's too."""
+BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+"""Words of any script, apart from what ends or parts them."""
 THREE_DIGITS = "[0-9][0-9][0-9]"
 """Falcon's, after GPT-2's."""
 SPACES = " {2,}"

@@ -31,7 +31,7 @@ MAX_PIECE = 256
 
 LINEAR_PATTERNS = frozenset(
     (split_patterns.GPT2, split_patterns.GPT4, split_patterns.QWEN2, split_patterns.TEKKEN, split_patterns.GPT4O)
-    + (split_patterns.QWEN3_5, split_patterns.SPACES)
+    + (split_patterns.QWEN3_5, split_patterns.BLOOM, split_patterns.SPACES)
 )
 
 _NORMALIZERS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Nmt": 1}

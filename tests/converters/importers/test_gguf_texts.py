@@ -198,6 +198,13 @@ def test_a_falcon_puts_three_digits_together(tmp_path: Path) -> None:
         assert split.pre_tokenize_str(text) == published.pre_tokenize_str(text), text
 
 
+def test_a_bloom_parts_words_at_signs_between_them_and_nothing_else(tmp_path: Path) -> None:
+    write_texts(changed(BYTE_LEVEL, pre="bloom"), tmp_path)
+    split = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    found = [piece for piece, _ in split.pre_tokenize_str("ab12 c'd, (e|f)!  g-1\u0964\nh")]
+    assert found == ["ab12", "Ġc'd", ",Ġ(", "e", "|", "f", ")!Ġ", "Ġg-1", "à¥¤Ċ", "h"]
+
+
 def test_a_gemma_4_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
     """Spaces are pieces of their own, none is put before a text, and bytes stand for what is no token."""
     tokens = tokenizer(tmp_path, GEMMA4)
@@ -304,7 +311,7 @@ SPECIAL = SENTENCE_PIECE["tokenizer.ggml.token_type"]
         ),
         ("byte-level", {"model": np.arange(2)}, "model is array"),
         ("byte-level", {"model": ["gpt2"]}, "model is .'gpt2'.; supported"),
-        ("byte-level", {"pre": "bloom"}, "pre is 'bloom', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),
+        ("byte-level", {"pre": "viking"}, "pre is 'viking', .* supported: gpt-2, .* edgeq convert --tokenizer DIR takes the"),
         ("byte-level", {"pre": None}, "pre is None"),
         ("byte-level", {"pre": {}}, "pre is {}"),
         ("byte-level", {"tokens": None}, "tokens is missing"),
