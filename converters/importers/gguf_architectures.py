@@ -312,6 +312,15 @@ ARCHITECTURES = {
         rows=(encoders.SEGMENTS,),
         layers="encoder.layers.",
     ),
+    "modern-bert": Architecture(
+        "ModernBertModel",
+        "modernbert",
+        names.MODERN_BERT,
+        encoders.modern_bert,
+        epsilon="norm_eps",
+        ends=names.MODERN_BERT_ENDS,
+        layers="layers.",
+    ),
 }
 """llama.cpp's name of an architecture, in `general.architecture`."""
 MIXTRAL_ARCHITECTURE = Architecture(
@@ -330,14 +339,23 @@ OLMO3_ARCHITECTURE = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", 
 
 FALCON_40B = replace(ARCHITECTURES["falcon"], tensors=names.FALCON | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"})
 """Larger models have two norms in a layer, of which the first in the file is that of the MLP."""
-BERT_RERANKER = replace(
-    ARCHITECTURES["bert"],
-    family="BertForSequenceClassification",
-    settings=encoders.bert_reranker,
-    ends=names.BERT_ENDS | names.SCORES,
-    rows=(encoders.SEGMENTS, encoders.SCORE),
-)
-"""Rerankers' files say "bert" and have a head; of all kinds of BERT it is of one form."""
+RERANKERS = {
+    "bert": replace(
+        ARCHITECTURES["bert"],
+        family="BertForSequenceClassification",
+        settings=encoders.bert_reranker,
+        ends=names.BERT_ENDS | names.SCORES,
+        rows=(encoders.SEGMENTS, encoders.SCORE),
+    ),
+    "modern-bert": replace(
+        ARCHITECTURES["modern-bert"],
+        family="ModernBertForSequenceClassification",
+        settings=encoders.modern_bert_reranker,
+        ends=names.MODERN_BERT_ENDS | names.MODERN_BERT_SCORES,
+        rows=(encoders.SCORE,),
+    ),
+}
+"""Rerankers' files say the same and have a head; of all kinds of BERT it is of one form."""
 
 
 def architecture(metadata: Keys, place: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Architecture, GgufKeys]:
@@ -363,6 +381,6 @@ def architecture(metadata: Keys, place: str, shapes: Mapping[str, tuple[int, ...
         return OLMO3_ARCHITECTURE, keys
     if name == "falcon" and keys.has(SECOND_NORM):
         return FALCON_40B, keys
-    if name == "bert" and encoders.SCORE in shapes:
-        return BERT_RERANKER, keys
+    if name in RERANKERS and encoders.SCORE in shapes:
+        return RERANKERS[name], keys
     return ARCHITECTURES[name], keys

@@ -78,7 +78,7 @@ def pooling_of(kind: Architecture, keys: GgufKeys) -> str | None:
     if found == RANKS:
         raise UnsupportedError(
             f"{keys.place}: {keys.architecture}.pooling_type is {RANKS}, a reranker, and the file has no head of one "
-            "that edgeq knows; supported: rerankers of BERT and XLM-R with cls and cls.output"
+            "that edgeq knows; supported: rerankers of BERT, XLM-R and ModernBERT with cls and cls.output"
         )
     return POOLINGS.get(found)
 

@@ -145,14 +145,18 @@ def _turned(keys: GgufKeys, head_dim: int) -> float:
     return share if int(head_dim * share / 2) == turned else math.nextafter(share, 2)
 
 
-def windows(keys: GgufKeys) -> Settings:
-    """The window, and the layers that have it: a list, or all but every so many-th; 0 and none are no window."""
+def windows(keys: GgufKeys, period: int = WINDOWS_PERIOD, first: bool = False) -> Settings:
+    """The window, and the layers that have it: a list, or all but every so many-th; 0 and none are no window.
+
+    period   of files that do not say it
+    first    whether the layer without a window is the first of so many, not the last
+    """
     size, layers = keys.integer("attention.sliding_window", 0), keys.layers()
-    found = keys.value("attention.sliding_window_pattern", WINDOWS_PERIOD)
+    found = keys.value("attention.sliding_window_pattern", period)
     if not size:
         return {"sliding_window": None}
     if type(found) is int and found > 0:
-        local = [(layer + 1) % found != 0 for layer in range(layers)]
+        local = [(layer + (not first)) % found != 0 for layer in range(layers)]
     elif isinstance(found, np.ndarray) and found.dtype == np.bool_ and len(found) == layers:
         local = [bool(each) for each in found]
     else:

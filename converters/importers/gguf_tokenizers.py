@@ -80,6 +80,7 @@ SPLITS = {
     "exaone4": _GPT2,
     "falcon": Split(split_patterns.GPT2, threes=True),
     "mpt": Split(split_patterns.GPT2, composed=True),
+    "modern-bert": Split(split_patterns.GPT2, composed=True),
     "bloom": Split(split_patterns.BLOOM),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
@@ -326,12 +327,15 @@ def post_processor(metadata: Mapping[str, Any], vocabulary: GgufVocabulary, add_
             ends[name] = vocabulary.ids[name]
     if not ends:
         return None
-    of_encoder = metadata.get("general.architecture") == "bert"
-    between = flag(metadata, "add_sep_token", of_encoder) and {"bos", "eos"} <= ends.keys()
+    kind = metadata.get("general.architecture")
+    separated = flag(metadata, "add_sep_token", kind == "bert") and {"bos", "eos"} <= ends.keys()
     special = {vocabulary.tokens[i]: i for i in ends.values()}
     first, last = ([_special(vocabulary.tokens[ends[name]])] if name in ends else [] for name in ("bos", "eos"))
     middle = first
-    if between:
+    if kind == "modern-bert":
+        # Files ask for a separator here, which the tokenizer of the checkpoints does not put after the end of the first text.
+        middle = []
+    elif separated:
         separator = vocabulary.ids.get("seperator", ends["eos"])
         special[vocabulary.tokens[separator]] = separator
         middle = [_special(vocabulary.tokens[separator])]

@@ -6,11 +6,14 @@ Read in llama.cpp's converter and model code.
 from __future__ import annotations
 
 from edgeq.converters.importers.gguf_keys import GgufKeys, Settings
+from edgeq.converters.importers.gguf_settings import windows
 from edgeq.errors import UnsupportedError
 
 SEGMENTS = "token_types.weight"
 SCORE, POOLER = "cls.output.weight", "cls.weight"
 """The last layer of a reranker, and the one before it."""
+WINDOWS_PERIOD = 3
+"""llama.cpp's own, for files of ModernBERT that do not say in which layers a token sees all: the first of three."""
 
 
 def bert(keys: GgufKeys) -> Settings:
@@ -19,9 +22,34 @@ def bert(keys: GgufKeys) -> Settings:
 
 
 def nomic_bert(keys: GgufKeys) -> Settings:
+    sees_both_ways(keys)
+    return {"type_vocab_size": rows_of(keys, SEGMENTS)}
+
+
+def sees_both_ways(keys: GgufKeys) -> None:
     if keys.flag("attention.causal", True):
         raise keys.wrong("attention.causal", True, "false")
-    return {"type_vocab_size": rows_of(keys, SEGMENTS)}
+
+
+def modern_bert(keys: GgufKeys) -> Settings:
+    """llama.cpp stores no activation: published models have this one.  It halves the window, as the checkpoints do."""
+    sees_both_ways(keys)
+    # llama.cpp's converter writes it beside the epsilon of the norms that there are.
+    keys.only("attention.layer_norm_rms_epsilon", keys.number("attention.layer_norm_epsilon"))
+    local, everywhere = windows(keys, WINDOWS_PERIOD, first=True), keys.number("rope.freq_base", 10000.0)
+    return {
+        "hidden_activation": "gelu",
+        # Nothing has a window of one where no layer has any.
+        "local_attention": local["sliding_window"] or 1,
+        "layer_types": local.get("layer_types") or ["full_attention"] * keys.layers(),
+        "global_rope_theta": everywhere,
+        "local_rope_theta": keys.number("rope.freq_base_swa", everywhere),
+    }
+
+
+def modern_bert_reranker(keys: GgufKeys) -> Settings:
+    """llama.cpp stores no pooling of the states: it takes their mean."""
+    return modern_bert(keys) | scores(keys) | {"classifier_pooling": "mean", "classifier_bias": "cls.bias" in keys.shapes}
 
 
 def rows_of(keys: GgufKeys, matrix: str) -> int:
@@ -32,11 +60,15 @@ def rows_of(keys: GgufKeys, matrix: str) -> int:
 
 def bert_reranker(keys: GgufKeys) -> Settings:
     """UnsupportedError: a reranker of BERT whose pooler llama.cpp's converter left out."""
-    keys.value("classifier.output_labels")
     if POOLER not in keys.shapes:
         raise UnsupportedError(
             f"{keys.place}: a reranker without {POOLER}, the layer before its score, which llama.cpp's converter leaves out of "
             "a BERT; convert the original checkpoint"
         )
-    # How many there are is all that counts, and more than one are refused.
-    return bert(keys) | {"id2label": dict.fromkeys(range(min(rows_of(keys, SCORE), 2)), "")}
+    return bert(keys) | scores(keys)
+
+
+def scores(keys: GgufKeys) -> Settings:
+    """How many there are is all that counts, and more than one are refused."""
+    keys.value("classifier.output_labels")
+    return {"id2label": dict.fromkeys(range(min(rows_of(keys, SCORE), 2)), "")}

@@ -80,6 +80,7 @@ ARCHITECTURES = {
     "bert": ("bert", "BERT"),
     "xlm-roberta": ("bert", "BERT"),
     "nomic_bert": ("nomic-bert", "NOMIC_BERT"),
+    "modernbert": ("modern-bert", "MODERN_BERT"),
 }
 """`model_type` of config.json -> llama.cpp's name, and that of the package."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite", *GRANITES)
@@ -212,7 +213,7 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         keys |= encoder_metadata(config)
         keys = {key: value for key, value in keys.items() if key not in ENCODERS_LACK}
         # Those of BERT rotate nothing.
-        keys |= {"rope.freq_base": float(full["rope_theta"])} if own == "nomic-bert" else {}
+        keys |= {"rope.freq_base": float(full["rope_theta"])} if own != "bert" else {}
     if own == "gptneox":
         keys["use_parallel_residual"] = config["use_parallel_residual"]
     if full.get("rope_type") == "linear":
@@ -304,7 +305,7 @@ def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Arra
             found |= granite_mlp(config, name, found.pop(name))
         if config.get("linear_num_value_heads"):
             found |= delta_net_tensors(config, name, found.pop(name))
-        if kind in ("bert", "xlm-roberta"):
+        if kind in ("bert", "xlm-roberta", "modernbert"):
             found |= encoder_tensors(config, name, found.pop(name))
         if name.endswith("shared_expert_gate.weight"):
             found[name] = values[0]

@@ -29,18 +29,33 @@ from edgeq.text.tokenizer import Tokenizer
 from edgeq.tools.cli.main import main
 from tests.converters.importers.conversions import plan_of, silent
 from tests.converters.importers.gguf_files import in_type, write_gguf
-from tests.encoder_checkpoints import bert, bert_reranker, nomic_bert, write_word_pieces, xlm_reranker, xlm_roberta
+from tests.encoder_checkpoints import (
+    bert,
+    bert_reranker,
+    modernbert,
+    modernbert_reranker,
+    nomic_bert,
+    write_word_pieces,
+    xlm_reranker,
+    xlm_roberta,
+)
 
 SPACE = "\u2581"
+EVERY_THIRD: dict[str, Any] = {"layer_types": None, "global_attn_every_n_layers": 3}
+"""Layers without a window as a file says them."""
 MAKERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "bert": (bert, {"hidden_act": "gelu"}),
     "xlm_roberta": (xlm_roberta, {}),
     "nomic_bert": (nomic_bert, {}),
     "bert_reranker": (bert_reranker, {}),
     "xlm_reranker": (xlm_reranker, {}),
+    "modernbert": (modernbert, EVERY_THIRD),
+    "modernbert_reranker": (modernbert_reranker, {**EVERY_THIRD, "classifier_bias": False}),
 }
 """Checkpoints with the activation that published models have, which a file does not name."""
-POOLINGS = {"bert": ("cls", 2), "xlm_roberta": ("mean", 1), "nomic_bert": ("mean", 1)}
+POOLINGS = {"bert": ("cls", 2), "xlm_roberta": ("mean", 1), "nomic_bert": ("mean", 1), "modernbert": ("mean", 1)}
+ARCHITECTURES = {"nomic_bert": "nomic-bert", "modernbert": "modern-bert", "modernbert_reranker": "modern-bert"}
+"""llama.cpp's name of a family that is not of its "bert"."""
 QUERY, DOCUMENTS = "What is the capital?", ["Paris", "the cat?", "x" * 40, "Père Noël, 7"]
 TEXTS = [
     "a",
@@ -86,7 +101,7 @@ def file_of(folder: Path, path: Path, family: str, choose: Callable[[str, Any], 
     """A GGUF file of a checkpoint; `changes` of its metadata."""
 
     def change(keys: dict[str, Any]) -> None:
-        own = "nomic-bert" if family == "nomic_bert" else "bert"
+        own = ARCHITECTURES.get(family, "bert")
         keys |= {f"{own}.pooling_type": POOLINGS[family][1]} if family in POOLINGS else {}
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
 
@@ -128,7 +143,8 @@ def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
         assert ours.pooling == Pooling(POOLINGS[family][0], normalize=True)
         expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     else:
-        assert [(layer.width, layer.activation) for layer in ours.pooling.dense] == [(96, "tanh"), (1, "sigmoid")]
+        before = "gelu" if family == "modernbert_reranker" else "tanh"
+        assert [(layer.width, layer.activation) for layer in ours.pooling.dense] == [(96, before), (1, "sigmoid")]
         assert expected.max() - expected.min() > 0.01
         expected = expected if theirs.pooling.dense[1].activation == "sigmoid" else sigmoid(expected)
     np.testing.assert_allclose(vectors(found, tmp_path / "found.edgeq"), expected, rtol=1e-5, atol=1e-6)
@@ -184,6 +200,9 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("bert", {"bert__pooling_type": 0}, UnsupportedError, "give --pooling mean or --pooling cls"),
     ("nomic_bert", {"nomic-bert__attention__causal": True}, CheckpointError, "attention.causal is True; expected false"),
     ("nomic_bert", {"nomic-bert__rope__scaling__type": "dynamic"}, UnsupportedError, "rope.scaling.type is 'dynamic'"),
+    ("modernbert", {"modern-bert__attention__layer_norm_rms_epsilon": 1e-5}, UnsupportedError, "rms_epsilon is 1e-05; supp"),
+    ("modernbert", {"modern-bert__attention__sliding_window_pattern": 0}, CheckpointError, "pattern is 0; expected a posit"),
+    ("modernbert", {"modern-bert__attention__causal": True}, CheckpointError, "attention.causal is True; expected false"),
     ("bert", {"bert__moe_every_n_layers": 2}, UnsupportedError, "moe_every_n_layers is 2"),
 ]
 
@@ -266,12 +285,13 @@ def test_word_pieces_of_strangers_are_refused_by_key(change: dict[str, Any], mes
         write_texts(metadata, tmp_path)
 
 
-def test_two_texts_of_an_xlm_roberta_have_two_ends_between_them(tmp_path: Path) -> None:
+def test_two_texts_have_between_them_what_the_checkpoints_tokenizer_puts_there(tmp_path: Path) -> None:
     tokens = ["<s>", "<pad>", "</s>", "<unk>", SPACE, "a", "b", f"{SPACE}a"]
     metadata = {"model": "t5", "tokens": tokens, "token_type": [3, 3, 3, 2, 1, 1, 1, 1], "scores": [0.0] * 4 + [-3.0] * 4}
     metadata |= {"bos_token_id": 0, "eos_token_id": 2, "seperator_token_id": 2, "unknown_token_id": 3, "padding_token_id": 1}
     metadata |= {"add_bos_token": True, "add_eos_token": True}
-    for architecture, between in (("bert", [2, 2]), ("llama", [2, 0])):
+    for architecture, between in (("bert", [2, 2]), ("llama", [2, 0]), ("modern-bert", [2])):
+        metadata["add_sep_token"] = architecture != "llama"
         keys = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()} | {"general.architecture": architecture}
         write_texts(keys, tmp_path)
         ours = Tokenizer((tmp_path / "tokenizer.json").read_bytes(), {})
