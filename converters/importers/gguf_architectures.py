@@ -282,6 +282,7 @@ ARCHITECTURES = {
         gain=1.0,
         ungained=("ssm_norm",),
         layouts=decays,
+        drafts=names.QWEN_DRAFTS,
     ),
     "qwen35": QWEN_3_5,
     "qwen35moe": replace(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +32,8 @@ PREPROCESSOR = "preprocessor_config.json"
 MAX_FACTORS = 4096
 """Pairs of a head; published models have at most 128."""
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+DRAFTS = "mtp.fc.weight"
+"""What every layer that drafts tokens has."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _LAYER = re.compile(r"blk\.(\d{1,4})\.([a-z0-9_.]+?)(?:\.(weight|bias|scale))?")
 
@@ -52,7 +54,6 @@ class GgufSource:
     made_of: tuple[Path, ...]
     stored_tensors: Mapping[str, StoredTensor]
     types: Mapping[str, int]
-    notes: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def open(cls, path: Path, tokenizer: Path | None = None, mmproj: Path | None = None) -> GgufSource:
@@ -91,6 +92,14 @@ class GgufSource:
     @property
     def origin(self) -> dict[str, object]:
         return {"format": "gguf", "types": dict(self.types)}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the file is left out."""
+        count, own = self.config.get(DRAFT_LAYERS, 0), self.config.get("mtp_use_dedicated_embeddings")
+        if not count or (count == 1 and not own and DRAFTS in self.stored_tensors):
+            return ()
+        return (f"left out: layers that draft tokens, {count} of them; edgeq runs one, if it has no table of its own",)
 
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.stored_tensors

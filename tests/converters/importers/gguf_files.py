@@ -30,6 +30,7 @@ from tests.converters.importers.layouts.states import (
     Array,
     delta_net_metadata,
     delta_net_tensors,
+    draft_name,
     nemotron_h_config,
     state_space_metadata,
     state_space_tensors,
@@ -158,7 +159,8 @@ def write_gguf(
     change(keys)
     for key, value in keys.items():
         add(writer, key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name], config["num_hidden_layers"])
+    layers = config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name], layers)
     for theirs, values in {**llama_cpp_tensors(config, folder), **tensors}.items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias")) or theirs
         if ours.split(".")[2:3] and ours.split(".")[2] in without:
@@ -278,7 +280,8 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
 
 def llama_cpp_tensors(config: Mapping[str, Any], folder: Path) -> dict[str, Array]:
     """The tensors of the checkpoint as llama.cpp has them, under transformers' names."""
-    found = {name: values.float().numpy() for name, values in load_file(folder / "model.safetensors").items()}
+    stored = load_file(folder / "model.safetensors")
+    found = {draft_name(config, name): values.float().numpy() for name, values in stored.items()}
     kind = config["model_type"]
     for name, values in list(found.items()):
         if kind in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):

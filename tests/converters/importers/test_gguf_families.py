@@ -64,6 +64,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**ALIKE_HEADS, "norm_topk_prob": True},
     "qwen3_5": ALIKE_HEADS,
     "qwen3_5_moe": ALIKE_HEADS,
+    "qwen3_next_mtp": {**ALIKE_HEADS, "norm_topk_prob": True},
+    "qwen3_5_moe_mtp": ALIKE_HEADS,
 }
 """Family of `tests/conftest.py` -> settings with which llama.cpp's keys can say it."""
 TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
@@ -112,7 +114,7 @@ def test_integers_are_kept_where_rows_move(checkpoint: Callable[..., Path], tmp_
     write_gguf(folder, tmp_path / "m.gguf", in_type(kind))
     plan = plan_of(tmp_path / "m.gguf")
     file = carry_out(plan, tmp_path / "m.edgeq", silent).file
-    floats = ("router", "row_context", "shared_gate", "delta_rates", "ssd_dt")
+    floats = ("router", "row_context", "shared_gate", "delta_rates", "ssd_dt", "draft.embedding", "draft.hidden")
     linears = [linear for name, linear in file.metadata.linears.items() if not name.endswith(floats)]
     assert {weight.codec.name for linear in linears for weight in linear.weights} == {"i4 g32 offset"}
     read = stored_tensors(file.path, file.segments, [item for step in plan.steps for item in step.items])
@@ -353,44 +355,6 @@ def test_columns_move_out_of_blocks_that_are_wider_than_a_head(checkpoint: Calla
         assert np.abs(model.session().prefill(TOKENS) - expected).max() < 1e-3 * np.abs(expected).max()
 
 
-def test_the_layer_of_a_model_with_experts_drafts_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    folder, rng = checkpoint("qwen3_5_moe"), np.random.default_rng(3)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"), (128,)
-    )
-    shapes |= {"attn_q_norm": (64,), "attn_k_norm": (64,), "nextn.eh_proj": (128, 256)}
-    shapes |= {"attn_q": (512, 128), "attn_k": (128, 128), "attn_v": (128, 128), "attn_output": (128, 256)}
-    shapes |= {
-        "ffn_gate_inp": (6, 128),
-        "ffn_gate_inp_shexp": (128,),
-        "ffn_down_exps": (6, 128, 64),
-        "ffn_down_shexp": (128, 96),
-    }
-    shapes |= {name: (6, 64, 128) for name in ("ffn_gate_exps", "ffn_up_exps")}
-    shapes |= {name: (96, 128) for name in ("ffn_gate_shexp", "ffn_up_shexp")}
-    drafts = {name: rng.uniform(1, 2, shape).astype(np.float32) for name, shape in shapes.items()}
-
-    def change(keys: dict[str, Any]) -> None:
-        keys |= {"qwen35moe.block_count": 4, "qwen35moe.nextn_predict_layers": 1}
-        keys["qwen35moe.attention.recurrent_layers"] = [True, True, False, False]
-
-    tensors = {f"blk.3.{name}.weight": values for name, values in drafts.items()}
-    write_gguf(folder, tmp_path / "m.gguf", lambda name, values: Type.F32, change, tensors)
-    found = plan_of(tmp_path / "m.gguf", method="none")
-    draft = found.method.config.draft
-    assert draft and draft.num_experts == 6 and found.method.config.num_hidden_layers == 3
-    for name, wanted in (
-        ("hidden", drafts["nextn.eh_proj"][:, 128:]),
-        ("layers.0.mlp.gate", drafts["ffn_gate_inp"]),
-        ("layers.0.mlp.experts.4.down_proj", drafts["ffn_down_exps"][4]),
-        ("layers.0.mlp.experts.5.up_proj", drafts["ffn_up_exps"][5]),
-        ("layers.0.mlp.shared_expert.gate_proj", drafts["ffn_gate_shexp"]),
-        ("layers.0.mlp.shared_expert_gate", drafts["ffn_gate_inp_shexp"][None]),
-    ):
-        values = found.checkpoint.rows(f"{draft.prefix}{name}.weight", 0, len(wanted))
-        assert np.abs(values - wanted).max() < 1e-6, name
-
-
 def test_the_layer_that_drafts_tokens_comes_after_the_others(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """`nextn_predict_layers` counts it; it is left out where it has a table of its own, and more of them have no place."""
     folder, rng = checkpoint("qwen3_5", **ALIKE_HEADS), np.random.default_rng(3)
@@ -414,8 +378,10 @@ def test_the_layer_that_drafts_tokens_comes_after_the_others(checkpoint: Callabl
 
     config = plan_of(folder, method="none").method.config
     for table in ("embed_tokens", "shared_head_head"):
-        assert plan(4, table).method.config == config
+        without = plan(4, table)
+        assert without.method.config == config and ["layers that draft" in note for note in without.notes()] == [True]
     found = plan(4)
+    assert not found.notes()
     draft = found.method.config.draft
     assert draft and replace(found.method.config, draft_layers=0) == config and config.num_hidden_layers == 4
     for name, wanted in (

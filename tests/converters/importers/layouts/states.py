@@ -11,7 +11,23 @@ from numpy.typing import NDArray
 Array = NDArray[np.float32]
 
 
+DRAFTS = {"mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm"}
+DRAFTS |= {"mtp.norm": "shared_head_norm"}
+
+
+def draft_name(config: Mapping[str, Any], name: str) -> str:
+    """The name of a tensor whose layer, if it drafts tokens, comes after the others; what only it has by llama.cpp's name."""
+    after = config["num_hidden_layers"]
+    module, _, end = name.rpartition(".")
+    return (
+        f"blk.{after}.nextn.{DRAFTS[module]}.{end}"
+        if module in DRAFTS
+        else name.replace("mtp.layers.0.", f"model.layers.{after}.")
+    )
+
+
 def delta_net_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
+    drafts = config.get("mtp_num_hidden_layers", 0)
     heads = config["linear_num_value_heads"]
     keys = {
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
@@ -19,8 +35,10 @@ def delta_net_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "ssm.group_count": config["linear_num_key_heads"],
         "ssm.time_step_rank": heads,
         "ssm.inner_size": heads * config["linear_value_head_dim"],
-        "attention.recurrent_layers": [each == "linear_attention" for each in config["layer_types"]],
+        "attention.recurrent_layers": [each == "linear_attention" for each in config["layer_types"]] + [False] * drafts,
     }
+    if drafts:
+        keys |= {"block_count": config["num_hidden_layers"] + drafts, "nextn_predict_layers": drafts}
     return keys | ({} if own == "qwen3next" else {"rope.dimension_sections": [11, 11, 10, 0]})
 
 
