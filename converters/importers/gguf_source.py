@@ -22,8 +22,7 @@ from edgeq.converters.importers.gguf_file import GgufFile, read_gguf
 from edgeq.converters.importers.gguf_keys import DRAFT_LAYERS, EMBEDDING, FREQUENCIES, HEAD, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, GgufTensor, bytes_of
 from edgeq.converters.importers.gguf_texts import TOKENIZER, write_pooling, write_texts
-from edgeq.converters.importers.gguf_tower_kinds import TOWERS
-from edgeq.converters.importers.gguf_towers import read_tower
+from edgeq.converters.importers.gguf_towers import TOWERS, read_tower
 from edgeq.converters.importers.gguf_types import BLOCK_TYPES, FLOAT_TYPES, type_name
 from edgeq.errors import CheckpointError, UnsupportedError
 

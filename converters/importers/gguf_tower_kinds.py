@@ -6,7 +6,7 @@ Read in llama.cpp's converters, old and new, and in the code that runs such file
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -81,6 +81,23 @@ class TowerFile:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """What transformers calls a tensor, how many dimensions it has there, and what llama.cpp adds to it."""
+
+    name: str
+    dimensions: int
+    gain: float = 0.0
+
+    def of(self, tensor: GgufTensor) -> GgufTensor:
+        """Dimensions of 1 before the others, which converters drop or keep, are as many as transformers has."""
+        shape = tensor.shape
+        while len(shape) > 1 and shape[0] == 1:
+            shape = shape[1:]
+        shape = (1,) * (self.dimensions - len(shape)) + shape
+        return replace(tensor.part(0, shape), added=-self.gain)
+
+
+@dataclass(frozen=True)
 class TowerKind:
     """A projector type, which is that of the tower before it too.
 
@@ -91,6 +108,8 @@ class TowerKind:
     image        keys of preprocessor_config.json
     layers       what transformers' names of tensors in layers begin with
     blocks, ends   llama.cpp's name -> transformers', in a layer and outside of them
+    wholes       tensors that differ in more than a module's name, by llama.cpp's; {} stands for the number of a layer
+    last         the tensor whose rows, or columns where it is `turned`, are as many as the channels of the language model
     patch        what transformers calls the patch embedding
     frames       neighbours in time of a patch, each a tensor of its own
     swaps        whether there are files in which up and down have each other's names
@@ -109,6 +128,9 @@ class TowerKind:
     token_key: str = "image_token_id"
     frames: int = 2
     swaps: bool = True
+    wholes: Mapping[str, Whole] = field(default_factory=dict)
+    last: str = SECOND
+    turned: bool = False
 
 
 def _qwen(file: TowerFile, **vision: object) -> Settings:
@@ -242,7 +264,7 @@ def one_size(file: TowerFile) -> Settings:
     return {"image_processor_type": "SiglipImageProcessor", "size": edges}
 
 
-TOWERS = {
+QWEN_AND_LLAVA = {
     "mlp": TowerKind(
         ("llama", "qwen2"),
         "LlavaForConditionalGeneration",
@@ -295,4 +317,3 @@ TOWERS = {
         swaps=False,
     ),
 }
-"""llama.cpp's name in `clip.projector_type`; none is "mlp"."""

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from edgeq.converters.checkpoint.source import StoredTensor
+from edgeq.converters.importers.gguf_families.towers import GEMMA3, IDEFICS3, INTERNVL
 from edgeq.converters.importers.gguf_keys import GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufTensor, PatchTensor
-from edgeq.converters.importers.gguf_tower_kinds import CLASS, DOWN, SECOND, TOWERS, TowerFile, TowerKind, tapped
+from edgeq.converters.importers.gguf_tower_kinds import CLASS, DOWN, QWEN_AND_LLAVA, TowerFile, TowerKind, tapped
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
 
+TOWERS = QWEN_AND_LLAVA | {"internvl": INTERNVL, "gemma3": GEMMA3, "idefics3": IDEFICS3}
+"""llama.cpp's name in `clip.projector_type`; none is "mlp"."""
 CLIP = "clip"
 PATCH = "v.patch_embd"
 TOKENS = "tokenizer.ggml.tokens"
@@ -65,9 +68,9 @@ def read_tower(metadata: Keys, stored: Mapping[str, GgufTensor], place: str, dec
     keys.value("has_llava_projector")
     keys.only("vision.mm_patch_merge_type", "flat")
     keys.check_all_read()
-    if (rows := file.shape(SECOND)[0]) != config["hidden_size"]:
+    if (rows := file.shape(kind.last)[1 if kind.turned else 0]) != config["hidden_size"]:
         raise CheckpointError(
-            f"{place}: {SECOND} gives {rows} channels, and {decoder.architecture}.embedding_length of {decoder.place} is "
+            f"{place}: {kind.last} gives {rows} channels, and {decoder.architecture}.embedding_length of {decoder.place} is "
             f"{config['hidden_size']}: give the tower of this language model"
         )
     settings[kind.token_key] = _placeholder(kind, decoder)
@@ -118,8 +121,16 @@ def _renamed(file: TowerFile, kind: TowerKind) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     frames, ends = [f"{PATCH}.weight", f"{PATCH}.weight.1"][: kind.frames], {**kind.ends, PATCH: kind.patch}
     taps, layers = tapped(file), file.layers
+    wholes = {
+        name.format(layer): replace(whole, name=whole.name.format(layer))
+        for name, whole in kind.wholes.items()
+        for layer in range(layers if "{}" in name else 1)
+    }
     for name, tensor in file.stored.items():
         layer, tap, end = _LAYER.fullmatch(name), _TAP.fullmatch(name), _END.fullmatch(name)
+        if whole := wholes.get(name):
+            found[whole.name] = whole.of(tensor)
+            continue
         if layer and int(layer[1]) < layers:
             module = kind.blocks.get(_SWAPPED.get(layer[2], layer[2]) if file.swapped else layer[2])
             ours = module and f"{kind.layers}{int(layer[1])}.{module}.{layer[3]}"

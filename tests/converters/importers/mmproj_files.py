@@ -6,6 +6,7 @@ The converter of LLaVA's towers is the old one: it leaves out the layers that ar
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from tests.converters.importers.gguf_files import Array, add, write_gguf
 Keys = dict[str, Any]
 Tensors = dict[str, Array]
 PROJECTORS = {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger", "llava": "mlp"}
+PROJECTORS |= {name: name for name in ("internvl", "gemma3", "idefics3")}
 """`model_type` of config.json -> llama.cpp's name."""
 QWEN = [
     ("visual.patch_embed.proj.", "v.patch_embd."),
@@ -53,7 +55,41 @@ LLAVA = [
     ("mlp.fc1.", "ffn_down."),
     ("mlp.fc2.", "ffn_up."),
 ]
-"""Patterns in transformers' names, and what llama.cpp has there."""
+INTERNVL = [
+    ("vision_tower.embeddings.cls_token", "v.class_embd"),
+    ("vision_tower.embeddings.position_embeddings", "v.position_embd.weight"),
+    (r"vision_tower.embeddings.patch_embeddings.projection\.", "v.patch_embd."),
+    (r"vision_tower.encoder.layer.(\d+)\.", r"v.blk.\1."),
+    (r"lambda_(\d)", r"ls\1.weight"),
+    ("layernorm_before", "ln1"),
+    ("layernorm_after", "ln2"),
+    (r"attention\.([qkv])_(proj|norm)", r"attn_\1_\2"),
+    (r"(attn_[qkv])_proj", r"\1"),
+    ("attention.projection_layer", "attn_out"),
+    ("mlp.fc1", "ffn_up"),
+    ("mlp.fc2", "ffn_down"),
+    ("multi_modal_projector.layer_norm", "mm.model.mlp.0"),
+    ("multi_modal_projector.linear_1", "mm.model.mlp.1"),
+    ("multi_modal_projector.linear_2", "mm.model.mlp.3"),
+]
+SIGLIP = [
+    ("vision_model.", "vision_tower."),
+    ("vision_tower.vision_tower.", "vision_tower."),
+    ("vision_tower.post_layernorm", "v.post_ln"),
+    ("mlp.fc1.", "ffn_up."),
+    ("mlp.fc2.", "ffn_down."),
+    ("multi_modal_projector.mm_soft_emb_norm", "mm.soft_emb_norm"),
+    ("multi_modal_projector.mm_input_projection_weight", "mm.input_projection.weight"),
+    ("connector.modality_projection.proj", "mm.model.fc"),
+    *LLAVA,
+]
+PATTERNS = {"llava": LLAVA, "internvl": INTERNVL, "gemma3": SIGLIP, "idefics3": SIGLIP}
+"""Patterns in transformers' names, and what llama.cpp has there; those of Qwen's towers for all others."""
+PLACEHOLDERS = {"llava": "<image>", "internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>", "idefics3": "<image>"}
+"""The token in whose place a picture comes; other checkpoints call it so themselves."""
+
+
+TOWER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal", "connector.")
 
 
 def nothing(*found: Any) -> None:
@@ -75,9 +111,11 @@ def write_pair(
     """Write the checkpoint in `folder`; `choose`: type of a tensor; `change`: keys and tensors of the tower."""
     config = json.loads((folder / "config.json").read_text())
     text = {
-        re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name).replace("model.lm_head", "lm_head"): values
+        re.sub(r"^(model\.)?(language_model|text_model)\.(model\.)?", "model.", name).replace(
+            "model.lm_head", "lm_head"
+        ): values
         for name, values in load_file(folder / "model.safetensors").items()
-        if "visual." not in name and "vision_tower." not in name and "multi_modal" not in name
+        if not any(part in name for part in TOWER_PARTS)
     }
 
     def add_keys(keys: Keys) -> None:
@@ -120,14 +158,18 @@ def _model_keys(config: Mapping[str, Any], folder: Path) -> Keys:
     ids = tokenizer["model"]["vocab"] | {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     control = {each["id"] for each in tokenizer["added_tokens"]}
     tokens = sorted(ids, key=lambda token: ids[token])
-    if config["model_type"] == "llava":
-        tokens[config["image_token_index"]] = "<image>"
+    if config["model_type"] in PLACEHOLDERS:
+        at = config.get("image_token_index") or config["image_token_id"]
+        tokens[at] = PLACEHOLDERS[config["model_type"]]
     merges = [each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]]
     found = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges, "add_bos_token": False}
     found |= {"token_type": [3 if i in control else 1 for i in range(len(tokens))], "bos_token_id": 0, "eos_token_id": 1}
     template = (folder / "chat_template.jinja").read_text().replace("<|image_pad|>", tokens[2049])
     keys = {f"tokenizer.ggml.{key}": value for key, value in found.items()} | {"tokenizer.chat_template": template}
-    if config["model_type"] != "llava":
+    if config["model_type"] == "gemma3":
+        rope = config["text_config"]["rope_parameters"]["sliding_attention"]
+        keys |= {"gemma3.attention.sliding_window_pattern": 2, "gemma3.rope.freq_base_swa": rope["rope_theta"]}
+    if config["model_type"] not in PLACEHOLDERS:
         own = "qwen3vl" if config["model_type"] == "qwen3_vl" else "qwen2vl"
         keys[f"{own}.rope.dimension_sections"] = [*config["text_config"]["rope_parameters"]["mrope_section"], 0]
     if config["model_type"] == "qwen3_vl":
@@ -136,8 +178,10 @@ def _model_keys(config: Mapping[str, Any], folder: Path) -> Keys:
 
 
 def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> Keys:
-    vision, text, kind = config["vision_config"], config["text_config"], config["model_type"]
-    default = "Siglip" in preprocessor["image_processor_type"]
+    vision, text, kind = dict(config["vision_config"]), config["text_config"], config["model_type"]
+    for key in ("image_size", "patch_size"):
+        vision |= {key: vision[key][0]} if isinstance(vision.get(key), list) else {}
+    default = preprocessor["image_processor_type"].startswith(("Siglip", "Gemma3", "SmolVLM"))
     mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
     mean = mean or ([0.5] * 3 if default else [0.48145466, 0.4578275, 0.40821073])
     std = std or ([0.5] * 3 if default else [0.26862954, 0.26130258, 0.27577711])
@@ -154,7 +198,7 @@ def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> K
         "image_mean": mean,
         "image_std": std,
     }
-    if kind != "llava":
+    if kind not in PLACEHOLDERS:
         limits = preprocessor["size"]
         keys |= {"image_min_pixels": limits["shortest_edge"], "image_max_pixels": limits["longest_edge"]}
     if kind == "qwen2_5_vl":
@@ -162,6 +206,14 @@ def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> K
     if kind == "qwen3_vl":
         keys["spatial_merge_size"] = vision["spatial_merge_size"]
         keys["is_deepstack_layers"] = [i in vision["deepstack_visual_indexes"] for i in range(vision["depth"])]
+    if kind == "internvl":
+        keys |= {"projector.scale_factor": round(1 / config["downsample_ratio"])}
+        keys |= {"preproc_min_tiles": 1, "preproc_max_tiles": preprocessor["max_patches"]}
+    if kind == "gemma3":
+        side = vision["image_size"] // vision["patch_size"]
+        keys["projector.scale_factor"] = side // math.isqrt(config["mm_tokens_per_image"])
+    if kind == "idefics3":
+        keys |= {"projector.scale_factor": config["scale_factor"], "preproc_image_size": preprocessor["size"]["longest_edge"]}
     found = {f"clip.vision.{key}": value for key, value in keys.items()}
     act = vision["hidden_act"]
     found |= {"clip.has_vision_encoder": True, "clip.projector_type": PROJECTORS[kind]}
@@ -169,8 +221,8 @@ def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> K
 
 
 def _layers(config: Mapping[str, Any]) -> int:
-    """Layers of LLaVA's tower that are used."""
-    tapped, layers = config["vision_feature_layer"], config["vision_config"]["num_hidden_layers"]
+    """Layers of a tower that are used: of LLaVA's not all."""
+    tapped, layers = config.get("vision_feature_layer", -1), config["vision_config"]["num_hidden_layers"]
     return int(tapped if tapped > 0 else layers + 1 + tapped)
 
 
@@ -179,20 +231,21 @@ def _tower_tensors(config: Mapping[str, Any], folder: Path) -> Tensors:
     kind, found = config["model_type"], Tensors()
     for name, tensor in load_file(folder / "model.safetensors").items():
         values, name = tensor.float().numpy(), name.removeprefix("model.")
-        if not name.startswith(("visual.", "vision_tower.", "multi_modal")):
+        if not name.startswith(TOWER_PARTS):
             continue
         if name.startswith("visual.deepstack_merger_list."):
             _, _, index, module, end = name.split(".")
             layer = config["vision_config"]["deepstack_visual_indexes"][int(index)]
             found[f"v.deepstack.{layer}.{module.removeprefix('linear_')}.{end}"] = values
             continue
-        for theirs, ours in LLAVA if kind == "llava" else QWEN:
+        for theirs, ours in PATTERNS.get(kind, QWEN):
             name = re.sub(theirs, ours, name)
         layer = re.match(r"v\.blk\.(\d+)\.", name)
         unused = kind == "llava" and (name.startswith(("v.post_l", "v.head.")) or layer and int(layer[1]) >= _layers(config))
         if unused:
             continue
-        if name == "v.patch_embd.weight" and kind != "llava":
+        values = values + 1 if "soft_emb" in name else values
+        if name == "v.patch_embd.weight" and kind not in PLACEHOLDERS:
             found |= {name: values[:, :, 0], f"{name}.1": values[:, :, 1]}
         elif "attn_qkv" in name and kind != "qwen3_vl":
             found |= {name.replace("qkv", part): each for part, each in zip("qkv", np.split(values, 3), strict=True)}

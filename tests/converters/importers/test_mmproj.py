@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +36,21 @@ MODELS = {
     "taps": "Qwen3VLForConditionalGeneration",
     "clip_llama": "LlavaForConditionalGeneration",
     "siglip_qwen2": "LlavaForConditionalGeneration",
+    "aspect": "InternVLForConditionalGeneration",
+    "aspect_rms": "InternVLForConditionalGeneration",
+    "averaged": "Gemma3ForConditionalGeneration",
+    "tiles": "Idefics3ForConditionalGeneration",
 }
 """Names in tests/vision_checkpoints.py, and what they are."""
+SAID: dict[str, dict[str, dict[str, Any]]] = {
+    "aspect": {"": {"projector_hidden_act": "gelu", "vision_feature_layer": -1}, "vision_config": {"hidden_act": "gelu"}},
+    "averaged": {"text_config": {"query_pre_attn_scalar": 24}},
+    "tiles": {
+        "": {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"},
+        "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
+    },
+}
+"""Object of config.json, "" the whole -> settings that llama.cpp's files can say, of checkpoints that have others."""
 Folder = Callable[[str], Path]
 
 
@@ -48,6 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     def get(name: str) -> Path:
         if name not in built:
             built[name] = build(tmp_path_factory.mktemp(name), name)
+            path = built[name] / "config.json"
+            config = json.loads(path.read_text())
+            for part, settings in SAID.get(name, {}).items():
+                (config[part] if part else config).update(settings)
+            path.write_text(json.dumps(config))
         return built[name]
 
     return get
@@ -184,7 +203,15 @@ def tensor(name: str, *shape: int) -> Callable[[Keys, Tensors], None]:
 
 Change = Callable[[Keys, Tensors], None]
 REFUSED: list[tuple[str, Change, type[EdgeqError], str]] = [
-    ("head80", put(projector_type="gemma3"), UnsupportedError, r"clip.projector_type is 'gemma3'; supported: mlp, qwen2vl"),
+    ("head80", put(projector_type="pixtral"), UnsupportedError, r"clip.projector_type is 'pixtral'; supported: mlp, qwen2vl"),
+    (
+        "aspect",
+        put(vision__projector__scale_factor=0),
+        CheckpointError,
+        "scale_factor is 0; expected an integer from 1 to 4, the patches",
+    ),
+    ("averaged", put(vision__projection_dim=72), CheckpointError, "projection_dim is 72; expected 64, as the tensors have it"),
+    ("tiles", tensor("mm.model.fc.bias", 72), UnsupportedError, r"modality_projection\.proj\.bias"),
     ("head80", put(projector_type="mlp"), UnsupportedError, "'mlp', which goes with llama and qwen2, and .* is 'qwen2vl'"),
     ("head80", put(vision__projector_type="mlp"), CheckpointError, "vision.projector_type is 'mlp'; expected 'qwen2vl_merger'"),
     ("head80", put(vision__block_count=None), CheckpointError, r"clip.vision.block_count is missing; expected an integer"),
