@@ -53,6 +53,12 @@ def _acting(folder: Path) -> Trial:
     return partial(acting, samples=policies(folder), path=folder / "acting.edgeq")
 
 
+def _family(folder: Path) -> Trial:
+    from gguf_networks.model_files import families, family
+
+    return partial(family, samples=families(folder), path=folder / "family.edgeq")
+
+
 def _template(folder: Path) -> Trial:
     from text_trials import plain_text, template
 
@@ -156,6 +162,7 @@ KINDS = {
     "bytes": Kind(_bytes, 1_000_000),
     "metadata": Kind(_metadata, 100_000),
     "acting": Kind(_acting, 10_000, seconds=20.0, memory=4 << 30),
+    "family": Kind(_family, 10_000, seconds=20.0, memory=4 << 30),
     "template": Kind(_template, 1000, seconds=5.0, hang=300.0),
     "tokenizer": Kind(_tokenizer, 2000, seconds=12.0, hang=300.0),
     "config": Kind(_config, 100_000),

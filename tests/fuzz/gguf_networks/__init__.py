@@ -1,0 +1,1 @@
+"""Small sound GGUF files as metadata and tensors, from which hostile ones are made."""
