@@ -5,12 +5,13 @@ torch and transformers are imported when a checkpoint is first asked for, so tha
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ import edgeq.converters  # noqa: F401  (before torch: it says how torch's thread
 from edgeq.converters.checkpoint import tokenizer
 from edgeq.system import machine
 from edgeq.targets.cpu.jit import compile, parallel
+from edgeq.targets.cpu.jit.deferred import ObjectFile
+from edgeq.targets.cpu.lowering import dispatch
+from edgeq.targets.target import OnProgress
 from edgeq.text import foreign_tokenizer
 from edgeq.text.foreign_tokenizer import SafeTokenizer
 from tests.draft_checkpoints import add_draft_layer
@@ -29,10 +33,18 @@ from tests.draft_checkpoints import add_draft_layer
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Nearly all that is made while tests are collected stays: looking through it again and again finds nothing.
+gc.disable()
+GC_THRESHOLDS = 20_000, 10, 10
+"""Python's own let the collector look after 700 new objects; a conversion makes millions."""
+
+
 def pytest_collection_finish() -> None:
     """Take what stays until the end, thousands of tests and torch, out of what the garbage collector looks through."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,6 +52,40 @@ def compiles_alone() -> Iterator[None]:
     """Kernels are compiled in this process: every core has one that runs tests, and another begins without what Numba knows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "workers_for", lambda jobs: 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_share_what_they_compile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where workers need a kernel at the same time, as all do at first, one compiles it and the others load it; every second
+    worker begins at the end of what a model needs."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        yield
+        return
+    locks = tmp_path_factory.getbasetemp().parent / "kernels"
+    locks.mkdir(exist_ok=True)
+    make, missing = compile._compiled, dispatch.compile_missing
+
+    def compiled(factory: Callable[..., Any], *literals: int) -> ObjectFile:
+        path = compile.cache_folder() / compile.file_name(factory, *literals)
+        with open(locks / f"{path.parent.name}-{path.name}", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if kept := compile._read(path):
+                return kept
+            made = make(factory, *literals)
+            # Before the others look.
+            with suppress(OSError):
+                compile._write(path, made)
+            return made
+
+    def from_the_end(jobs: Iterable[parallel.Job], on_progress: OnProgress) -> None:
+        missing(reversed(list(jobs)), on_progress)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_compiled", compiled)
+        if int(worker.removeprefix("gw")) % 2:
+            patch.setattr(dispatch, "compile_missing", from_the_end)
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,30 +21,36 @@ WHOLE_NAMES = {"MAX", "MIN", "LIMITS", "BESIDE", "ENOUGH", "AHEAD"}
 NOT_MODULES = {"form", "reading", "guess", "wishes", "hears", "pairs", "anew", "told", "utils", "helpers", "manager", "engine"}
 """What CONTRIBUTING.md has another word for, and names that say nothing."""
 
-Trees = dict[str, ast.Module]
+Nodes = list[ast.AST]
+Trees = dict[str, Nodes]
 
 
 @pytest.fixture(scope="module")
 def trees() -> Trees:
-    """Path -> tree of every file, the tests too."""
-    # The schema names what flatc generates.
-    return {
-        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for folder in (*FOLDERS, "tests")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if path.name != "model_generated.py"
-    }
+    """Path -> nodes of every file, its module first; the tests too."""
+    # A million nodes, which all stay: the collector would look through them dozens of times.
+    gc.disable()
+    try:
+        # The schema names what flatc generates.
+        return {
+            path.relative_to(ROOT).as_posix(): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            for folder in (*FOLDERS, "tests")
+            for path in sorted((ROOT / folder).rglob("*.py"))
+            if path.name != "model_generated.py"
+        }
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module")
 def product(trees: Trees) -> Trees:
-    """Path -> tree of every file but the tests."""
-    return {path: tree for path, tree in trees.items() if not path.startswith("tests/")}
+    """Path -> nodes of every file but the tests."""
+    return {path: nodes for path, nodes in trees.items() if not path.startswith("tests/")}
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: Nodes) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings of a module, and of the strings that explain a name after it."""
-    for node in ast.walk(tree):
+    for node in nodes:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
@@ -54,9 +61,11 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield each.lineno, text
 
 
-def constants(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def constants(nodes: Nodes) -> Iterator[tuple[int, str]]:
     """(line, name) of what a module assigns."""
-    for node in tree.body:
+    module = nodes[0]
+    assert isinstance(module, ast.Module)
+    for node in module.body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         for target in targets:
             yield from ((node.lineno, each.id) for each in ast.walk(target) if isinstance(each, ast.Name))
@@ -73,8 +82,8 @@ def is_kernel(path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def test_at_most_six_arguments_are_given_by_place(product: Trees) -> None:
     long = []
-    for path, tree in product.items():
-        for node in ast.walk(tree):
+    for path, nodes in product.items():
+        for node in nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_kernel(path, node):
                 names = [each.arg for each in (*node.args.posonlyargs, *node.args.args) if each.arg not in ("self", "cls")]
                 if len(names) > MAX_POSITIONAL:
@@ -83,7 +92,7 @@ def test_at_most_six_arguments_are_given_by_place(product: Trees) -> None:
 
 
 def test_no_docstring_begins_with_of(trees: Trees) -> None:
-    texts = [(path, line, text) for path, tree in trees.items() for line, text in docstrings(tree)]
+    texts = [(path, line, text) for path, nodes in trees.items() for line, text in docstrings(nodes)]
     assert len(texts) > 5000
     found = [f"{path}:{line}: {text:.60}" for path, line, text in texts if re.match(r"\s*Of\b", text)]
     assert not found, "begin with the noun that it is about"
@@ -91,9 +100,9 @@ def test_no_docstring_begins_with_of(trees: Trees) -> None:
 
 def test_a_class_name_stands_for_one_thing(product: Trees) -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for path, tree in product.items():
+    for path, nodes in product.items():
         if not path.startswith("tools/lab/"):
-            for node in ast.walk(tree):
+            for node in nodes:
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(f"{path}:{node.lineno}")
     assert len(places) > 300
@@ -101,7 +110,7 @@ def test_a_class_name_stands_for_one_thing(product: Trees) -> None:
 
 
 def test_limits_begin_with_max_or_min(product: Trees) -> None:
-    names = [(path, line, name) for path, tree in product.items() for line, name in constants(tree)]
+    names = [(path, line, name) for path, nodes in product.items() for line, name in constants(nodes)]
     wrong = [f"{path}:{line}: {name}" for path, line, name in names if re.search(rf"(^|_)({LIMIT_WORDS})(_|$)", name)]
     whole = [
         f"{path}:{line}: {name}" for path, line, name in names if name in ("MAX", "MIN", "LIMITS", "BESIDE", "ENOUGH", "AHEAD")
@@ -119,9 +128,9 @@ NAMED_IN_KERNELS = ("targets/cuda/kernels/", "targets/cuda/arguments/")
 """Names that are in the text of kernels compiled ahead, and in the records that are compared with it."""
 
 
-def signatures(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def signatures(nodes: Nodes) -> Iterator[tuple[int, str]]:
     """(line, name) of functions, of their parameters, and of the fields of classes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.lineno, node.name
             yield from ((arg.lineno, arg.arg) for arg in ast.walk(node.args) if isinstance(arg, ast.arg))
@@ -134,9 +143,9 @@ def test_parameters_functions_and_fields_say_what_they_are(product: Trees) -> No
     """Locals may be as short as the lines in which they live; a signature is read without its body."""
     wrong = [
         f"{path}:{line}: {name}"
-        for path, tree in product.items()
+        for path, nodes in product.items()
         if not path.startswith(NAMED_IN_KERNELS)
-        for line, name in signatures(tree)
+        for line, name in signatures(nodes)
         if name.strip("_") in VAGUE
     ]
     assert not wrong, "name the thing: tokens, entry, lines, response_format"
