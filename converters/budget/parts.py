@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 
 from edgeq.converters.budget.budget import Unit
 from edgeq.converters.budget.menu import Menu
@@ -52,12 +53,20 @@ class AllocationPart:
         rings = all(rows % ROWS == 0 for item in self.items for _, rows in item.tensors[:-1])
         return self.menu.codecs(sizes, rings)
 
+    @cached_property
+    def _segments(self) -> dict[Codec, tuple[int, ...]]:
+        """Bytes of the arrays of one of the layers in codecs that were asked for: a search asks thousands of times."""
+        return {}
+
     def cost(self, codec: Codec, unit: Unit) -> int:
         """Bytes in `codec`, as `unit` counts them: read for a token, in the file with its padding, or of the numbers alone,
         those of an embedding left out.
         """
-        first, count = self.items[0], len(self.items)
-        segments = replace(first, recipe=replace(first.recipe, codec=codec)).nbytes
+        count = len(self.items)
+        if codec not in self._segments:
+            first = self.items[0]
+            self._segments[codec] = replace(first, recipe=replace(first.recipe, codec=codec)).nbytes
+        segments = self._segments[codec]
         if unit == "size":
             return count * sum(map(aligned, segments))
         if unit == "bits" and self.share:

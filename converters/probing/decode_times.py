@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from edgeq.format.codec import BITS, Codec
 from edgeq.format.trellis import TRELLIS_BITS
@@ -55,6 +56,7 @@ class DecodeTimes:
         return max(0.0, slower - faster) / (more - less)
 
 
+@cache
 def _middle(codec: Codec) -> Codec:
     """The measured codec of as many bits."""
     return Codec("trellis", codec.bits, MIDDLE) if codec.coupled else Codec("int", codec.bits, MIDDLE, symmetric=False)
