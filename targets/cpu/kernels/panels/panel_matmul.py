@@ -199,9 +199,10 @@ def gated_panel_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent
                 step = step_of(args, first_chunk, extent)
                 prepare(args, (r, here), step, room)
                 for n in range(start, stop):
-                    of_gate = room + PANEL_BYTES * (n - start)
-                    multiply(args, n, (r, here), step, of_gate, scratch, room)
-                    multiply(args, n + up, (r, here), step, of_gate + UNIT * PANEL_BYTES, scratch, room)
+                    # Gate, then up, by the same machine code: the longest there is to compile.
+                    for k in range(2):
+                        out = room + PANEL_BYTES * (n - start + UNIT * k)
+                        multiply(args, n + up * k, (r, here), step, out, scratch, room)
             for t in range(here):
                 for i in range(stop - start):
                     of_gate = room + PANEL_BYTES * i + BLOCK_BYTES * t

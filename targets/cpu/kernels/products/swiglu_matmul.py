@@ -54,7 +54,7 @@ def write_unit(args, scratch, blocks, rows, max_tile):
 
 def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, max_tile: int) -> Any:
     """As `matmul.tile_loop`, for a unit of results: gate and up in one tile of two blocks, or in one after the other."""
-    product, product_of_up = (tile_function(IntegerTile(weights, tokens, each)) for each in (blocks, 1))
+    product, passes = tile_function(IntegerTile(weights, tokens, blocks)), 2 // blocks
 
     @always_inline
     def loop(args, start, stop, r, scratch):
@@ -62,9 +62,8 @@ def gated_loop(weights: IntegerWeights, tokens: int, blocks: int, least: int, ma
         while count - r >= least:
             here = min(tokens, count - r)
             for n in range(start, stop):
-                product(args, n, r, scratch, 0)
-                if blocks == 1:
-                    product_of_up(args, n + step, r, scratch + BLOCK_BYTES * tokens, 0)
+                for k in range(passes):
+                    product(args, n + step * k, r, scratch + BLOCK_BYTES * tokens * k, 0)
                 gate(scratch, tokens, n - start)
             write_unit(args, scratch, (start, stop), (r, here), max_tile)
             r += here
