@@ -20,7 +20,6 @@ from edgeq.errors import InputError
 from edgeq.network.image_config import ImageConfig
 from edgeq.pictures.image import EXACT_PIXELS, MAX_PIXELS, PICTURE_LIMITS, Picture, read_picture
 from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
-from tests.edgeq import lfm2_vl_processor
 
 MODES = ("RGB", "L", "1", "P", "P with alpha", "LA", "RGBA", "CMYK")
 SIZES = ((1, 1), (1, 2), (3, 1), (27, 41), (140, 56), (13, 2000), (401, 300))
@@ -160,6 +159,8 @@ def test_tiles_are_those_of_transformers_for_pictures_of_every_shape() -> None:
 
 def test_sizes_and_tiles_of_large_pictures_are_those_of_transformers() -> None:
     """As published, and with settings by which edges of less than a patch and proportions between two tilings count."""
+    from tests.edgeq import lfm2_vl_processor
+
     theirs = lfm2_vl_processor.processor()
     given: tuple[dict[str, Any], ...] = (
         {},

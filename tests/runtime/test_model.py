@@ -180,20 +180,18 @@ def test_importing_the_runtime_loads_neither_torch_nor_numba() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-WITHOUT_NUMBA = """
-import sys
+GENERATE = """
 from edgeq.runtime import Model, Sampling
-with Model.load(sys.argv[1], target="cpu", mode="a16", threads=1, isa="portable", max_rows=16) as model:
+with Model.load(path, target="cpu", mode="a16", threads=1, isa="portable", max_rows=16) as model:
     model.generate([1, 2, 3], max_tokens=2, sampling=Sampling(), ignore_eos=True).text()
-print("numba" in sys.modules)
 """
 
 
 def test_where_all_kernels_are_kept_numba_is_not_imported(tiny_path: Path) -> None:
     """It takes a second and 14 MB."""
-    command = [sys.executable, "-c", WITHOUT_NUMBA, str(tiny_path)]
-    subprocess.run(command, check=True)
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+    exec(GENERATE, {"path": tiny_path})
+    code = f"path = {str(tiny_path)!r}\n{GENERATE}\nimport sys; print('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize(

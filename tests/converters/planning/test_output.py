@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -132,10 +133,11 @@ def test_the_second_of_two_conversions_is_told_of_the_first(source: Path, tmp_pa
 def test_options_and_output_are_refused_before_torch_is_imported(source: Path, tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("dear")
     code = (
-        "import sys\nfrom edgeq.tools.cli.main import main\ntry:\n    main()\nfinally:\n"
+        "import json, sys\nfrom edgeq.tools.cli.main import main\nfor each in json.load(sys.stdin):\n"
+        "    try:\n        main(['convert', *each])\n    except SystemExit as end:\n        print(end.code)\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    for arguments in (
+    wrong = (
         ["-o", "o.edgeq", "--bits", "9"],
         ["-o", "o.edgeq", "--rank", "8"],
         ["-o", "o.edgeq", "--method", "ttq", "--bits", "8"],
@@ -143,7 +145,9 @@ def test_options_and_output_are_refused_before_torch_is_imported(source: Path, t
         ["-o", "letter.txt"],
         ["-o", str(source / "config.json")],
         ["-o", "nowhere/o.edgeq"],
-    ):
-        command = [sys.executable, "-c", code, "convert", str(source), *arguments]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert found.returncode == 1 and found.stderr.startswith("error: ") and found.stderr.count("\n") == 1, found.stderr
+    )
+    given = json.dumps([[str(source), *arguments] for arguments in wrong])
+    found = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, cwd=tmp_path)
+    assert found.returncode == 0 and found.stdout.split() == ["1"] * len(wrong), found.stderr
+    lines = found.stderr.splitlines()
+    assert len(lines) == len(wrong) and all(line.startswith("error: ") for line in lines), found.stderr
