@@ -286,13 +286,22 @@ class SoftCap(Operation):
 
 @dataclass(frozen=True)
 class Limit(Operation):
-    """x[:, :width] = the nearest number from -limit to limit, in place (MPT: queries, keys and values)."""
+    """out[:, offset : offset + width] = the nearest numbers from least to most to those of x; out may be x.
+
+    MPT: queries, keys and values; Gemma 4: what linear layers of its vision tower read and give.  NaN stays.
+
+    least, most   perhaps infinite, least <= most
+    """
 
     x: str
+    offset: int
     width: int
-    limit: float
+    least: float
+    most: float
+    out: str
 
-    WRITES = ("x",)
+    def columns(self, width: int) -> tuple[int, int]:
+        return self.offset, self.offset + self.width
 
 
 @dataclass(frozen=True)

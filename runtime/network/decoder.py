@@ -248,7 +248,7 @@ def attention_block(
         yield norm(metadata, config, layer, "x", f"{p}mlp_norm", mlp_input(config, layer))
     yield from projection(metadata, config, layer, normed, f"{p}q" if shared else f"{p}qkv", qkv)
     if config.clip_qkv is not None:
-        yield Limit(layer, qkv, v + shape.kv_size, config.clip_qkv)
+        yield Limit(layer, qkv, 0, v + shape.kv_size, -config.clip_qkv, config.clip_qkv, qkv)
     if config.value_norm and not shared:
         values = k if config.keys_are_values(layer) else v
         yield ValueNorm(layer, qkv, values, v, kv_heads, head_dim, config.rms_norm_eps)
@@ -300,10 +300,7 @@ def mlp_block(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operati
         yield from experts(metadata, config, layer)
         return
     gate_up, inner = mlp_buffers(config, layer)
-    if config.gated:
-        yield from projection(metadata, config, layer, x, f"{p}gate_up", gate_up)
-    else:
-        yield Linear(layer, x, metadata.linears[f"{p}up"], gate_up)
+    yield from projection(metadata, config, layer, x, f"{p}gate_up" if config.gated else f"{p}up", gate_up)
     yield activation(config, layer, config.mlp_size(layer), gate_up, inner)
     yield from residual(metadata, config, layer, inner, f"{p}down", f"{p}post_mlp_norm")
 

@@ -198,8 +198,9 @@ def soft_cap(context: RunContext, op: SoftCap, rows: Rows, state: State) -> None
 
 
 def limit(context: RunContext, op: Limit, rows: Rows, state: State) -> None:
-    x = state[op.x][:, : op.width]
-    x[:] = x.clip(-np.float32(op.limit), np.float32(op.limit))
+    x, columns = state[op.x], slice(op.offset, op.offset + op.width)
+    out = context.out(state, op.out, len(x))
+    out[:, columns] = x[:, columns].clip(np.float32(op.least), np.float32(op.most))
 
 
 def embed(context: RunContext, op: Embed, rows: Rows, state: State) -> None:

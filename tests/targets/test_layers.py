@@ -149,7 +149,7 @@ def test_a_limit_leaves_what_is_within_it_and_what_is_beside_it(width, limited):
     x[0, :4] = -np.inf, np.inf, -1e30, 1e30
     x[1, 3] = np.nan
     wanted = np.concatenate([x[:, :limited].clip(-2.5, 2.5), x[:, limited:]], axis=1)
-    graph = shown(arrays, x, [Limit(0, "x", limited, 2.5)], "x", {"x": width, "_dim": 2})
+    graph = shown(arrays, x, [Limit(0, "x", 0, limited, -2.5, 2.5, "x")], "x", {"x": width, "_dim": 2})
     for found in both(graph, arrays, ROWS, [2, 3]):
         # What shows the buffer multiplies it by a matrix.
         assert np.isnan(found).all(axis=1).tolist() == [False, True, False, False, False]

@@ -120,10 +120,12 @@ def soft_cap(context: Context, o: SoftCap) -> None:
 
 
 def limit(context: Context, o: Limit) -> None:
-    x, stride = context.place(o.x)
-    args = norms.LimitArgs(x=x, x_stride=stride, width=o.width, limit=o.limit)
+    (x, x_stride), (out, out_stride), begin = context.place(o.x), context.place(o.out), 4 * o.offset
+    args = norms.LimitArgs(
+        x=x + begin, x_stride=x_stride, width=o.width, least=o.least, most=o.most, out=out + begin, out_stride=out_stride
+    )  # fmt: skip
     context.emit(kernel(norms.limit, context.max_tile), args, parts=channel_parts(o.width))
-    context.invalidate(o.x)
+    context.invalidate(o.out)
 
 
 def row_mean(context: Context, o: RowMean) -> None:

@@ -269,7 +269,7 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
     refused(device, replace(graph, operations=(capped,)), arrays, match="caps of attention scores .*--target cpu")
     biased = replace(attention, head_dim=16, slopes=(0.5,))
     refused(device, replace(graph, operations=(biased,)), arrays, match="grow with the positions of keys .*--target cpu")
-    limit = Limit(0, "x", 64, 2.0)
+    limit = Limit(0, "x", 0, 64, -2.0, 2.0, "x")
     refused(device, replace(graph, operations=(limit,)), arrays, match="the operation Limit .*--target cpu")
     mean = RowMean(0, "x", 4, "y")
     refused(device, replace(graph, operations=(mean,)), arrays, match="the operation RowMean .*--target cpu")

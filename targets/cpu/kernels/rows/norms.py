@@ -371,20 +371,23 @@ class LimitArgs(Args):
     x = pointer()
     x_stride = nbytes()
     width = number()
-    limit = float32()
+    least = float32()
+    most = float32()
+    out = pointer()
+    out_stride = nbytes()
 
 
 def limit(max_tile: int) -> Kernel:
-    """x limited to +- `limit`, in place; NaN stays."""
+    """out = x, but at least `least` and at most `most`; out may be x; NaN stays."""
 
     def kernel(record, part, parts, thread):
         args = LimitArgs(record)
-        most, least = vsplat(args.limit), vsplat(-args.limit)
+        most, least = vsplat(args.most), vsplat(args.least)
         begin, end, first, last = share_of(part, parts, get_i64(args.rows), max_tile, args.width)
         for r in range(begin, end):
-            x = args.x + r * args.x_stride
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
             for c in range(first, last, 16):
                 # A comparison with NaN is false: then the second number is taken.
-                put_up_to(x + 4 * c, vmin(most, vmax(least, vload(x + 4 * c))), last - c)
+                put_up_to(out + 4 * c, vmin(most, vmax(least, vload(x + 4 * c))), last - c)
 
     return kernel
