@@ -232,7 +232,8 @@ VARIANTS |= {
         | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 2056},
         "vision": {"num_hidden_layers": 2, "hidden_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2}
         | {"head_dim": 24, "intermediate_size": 84, "patch_size": 6, "pooling_kernel_size": 2, "rms_norm_eps": 3e-2}
-        | {"position_embedding_size": 140, "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}},
+        | {"position_embedding_size": 140, "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0}}
+        | {"use_clipped_linears": True},
         "tied": True,
     },
     # Tokens of a picture see all of it in layers with a window; means that are scaled and shifted.
@@ -311,10 +312,20 @@ def build(folder: Path, name: str) -> Path:
                 wide = parameter[0].numel() if parameter.ndim > 1 and "pos" not in key else 1
                 parameter.data = torch.randn_like(parameter) * (1.5 / wide) ** 0.5
         for key, buffer in model.named_buffers():
-            if key.endswith(("layer_scalar", "std_scale")):
+            if key.endswith(("input_min", "input_max", "output_min", "output_max")):
+                # So near to 0 that they bite.
+                bound, small = 0.8 + 0.4 * torch.rand_like(buffer), ("o_proj.", "down_proj.")
+                buffer.data = bound * (-1.0 if key.endswith("min") else 1.0) * (0.3 if any(x in key for x in small) else 1.0)
+            elif key.endswith(("layer_scalar", "std_scale")):
                 buffer.data = 0.7 + 0.5 * torch.rand_like(buffer)
             elif key.endswith("std_bias"):
                 buffer.data = 3 * torch.randn_like(buffer)
+        clips = {key: buffer for key, buffer in model.named_buffers() if key.endswith(("input_min", "input_max"))}
+        for key, buffer in clips.items():
+            # What projections of the second layer read has the same bounds, so that they can be one.
+            for part, first in (("k", "q"), ("v", "q"), ("up", "gate")):
+                if f"layers.1.self_attn.{part}_proj." in key or f"layers.1.mlp.{part}_proj." in key:
+                    buffer.data = clips[key.replace(f".{part}_proj.", f".{first}_proj.")].clone()
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TRAINED / file, folder / file)

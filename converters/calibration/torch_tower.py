@@ -6,6 +6,7 @@ Its layers are those of torch_decoder.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,27 @@ from torch import Tensor, nn
 
 from edgeq.converters.calibration.torch_decoder import ACTIVATIONS, Norm
 from edgeq.converters.calibration.torch_states import Gain
+from edgeq.converters.families import LINEARS
 from edgeq.network.config import VisionConfig
 from edgeq.pictures.frames import Grid, table_positions
+
+
+def limit_layers(layer: nn.Module, config: VisionConfig, index: int) -> None:
+    """Make the linear layers of layer `index` keep to their bounds, so that whoever observes one sees what its weights read."""
+    for part, clip in config.clips_of(index).items():
+        module = layer.get_submodule(LINEARS[part])
+        if clip.inputs is not None:
+            module.register_forward_pre_hook(partial(_limited_inputs, clip.inputs))
+        if clip.outputs is not None:
+            module.register_forward_hook(partial(_limited_outputs, clip.outputs))
+
+
+def _limited_inputs(bounds: tuple[float, float], module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].clamp(*bounds),)
+
+
+def _limited_outputs(bounds: tuple[float, float], module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output.clamp(*bounds)
 
 
 class Table(nn.Module):

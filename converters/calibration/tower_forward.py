@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from edgeq.converters.calibration.compute import Compute
 from edgeq.converters.calibration.forward import CalibrationBatch, Forward, WholeReader, angles_at
 from edgeq.converters.calibration.samples import PictureFile
-from edgeq.converters.calibration.torch_tower import Patches, Projector
+from edgeq.converters.calibration.torch_tower import Patches, Projector, limit_layers
 from edgeq.converters.checkpoint.slabs import Tensors
 from edgeq.converters.families import Family
 from edgeq.format.manifest import patch_contents, projector_contents
@@ -70,7 +70,9 @@ class TowerForward(Forward):
 
     def load(self, index: int, read: WholeReader | None = None) -> nn.Module:
         if 0 < index < self.blocks - 1:
-            return self.load_layer(index - 1, self.prefix(index), read)
+            layer = self.load_layer(index - 1, self.prefix(index), read)
+            limit_layers(layer, self.vision, index - 1)
+            return layer
         first, biases = index == 0, self.family.description.biases
         with torch.device("meta"):
             block = Patches(self.vision, biases) if first else Projector(self.vision, biases)

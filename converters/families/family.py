@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -207,6 +207,8 @@ class FamilyDescription:
     scores     of a reranker: what makes a score of the states of a pair of texts
     variants   the same architecture around another decoder: its description by the configuration
     template   the chat template of checkpoints that have none: how transformers' processor makes a prompt
+    clipped    of a tower whose linear layers limit what they read and give: the modules that have the bounds of its layers'
+               parts, in the order of edgeq.pictures.tower_clips; None: there are no bounds
     inside     the key of the configuration's object that has the decoder and the tower; empty: they are in it
     policy     the expert of a model that makes actions; None: it makes none
     drafts     whether a checkpoint with these keys and tensors has a layer that drafts tokens, whose `sources` are known; None:
@@ -234,6 +236,7 @@ class FamilyDescription:
     scores: Callable[[Values], Pooling] | None = None
     variants: Callable[[Values], FamilyDescription] | None = None
     template: str = ""
+    clipped: Callable[[VisionConfig], Sequence[Sequence[str]]] | None = None
     inside: str = ""
     policy: Callable[[Values], PolicyStack] | None = None
     drafts: Callable[[Values, Container[str]], bool] | None = None
@@ -361,8 +364,10 @@ class Family:
     @property
     def mappings(self) -> list[ScaleMapping]:
         """The scales that layers can absorb: v -> o only where v has as many outputs as o has inputs (no GQA), and no limit,
-        and where no other layer reads the values too, as an expert's reads its decoder's."""
+        and where no other layer reads the values too, as an expert's reads its decoder's; none where layers are bounded."""
         config = self.config
+        if isinstance(config, VisionConfig) and config.clips:
+            return []
         policy = isinstance(config, PolicyStack) or (isinstance(config, ModelConfig) and config.policy is not None)
         multi_head = config.kv_size == config.query_size and config.alike and config.clip_qkv is None and not policy
         return [m for m in self.description.mappings(config) if multi_head or not m.multi_head_only]

@@ -9,6 +9,7 @@ from typing import Any
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.checkpoint.source import CheckpointSource
 from edgeq.converters.families import HEAD, Family, recognise
+from edgeq.converters.families.vision.clips import stored_clips
 from edgeq.converters.families.vision.pi0 import STATISTICS, with_statistics
 from edgeq.errors import UnsupportedError
 from edgeq.format.adapter import Adapter
@@ -21,14 +22,20 @@ HEADLESS = ("layers.", "embed_tokens.", "norm.", "decoder.")
 
 
 def described(source: CheckpointSource, pooling: Pooling | None = None) -> tuple[Family, ModelConfig]:
-    """From the JSON files and the names of the tensors.  `pooling`: what takes the place of the head; None: nothing.
+    """From the JSON files, the names of the tensors and the bounds of a tower's layers, where it has some.
 
-    UnsupportedError: what this version does not run, by key.
+    pooling   what takes the place of the head; None: nothing
+
+    UnsupportedError: what this version does not run, by key.  CheckpointError: bounds are missing or no ranges.
     """
     family, config = recognise(source.config, _preprocessor(source.texts), pooling)
     drafts = family.description.drafts
     if drafts is not None and pooling is None and drafts(source.config, source.tensors()):
         config = replace(config, draft_layers=1)
+    tower = family.description.tower
+    if config.vision is not None and tower is not None and tower.clipped is not None:
+        clips = stored_clips(source, tower.clipped(config.vision))
+        config = replace(config, vision=replace(config.vision, clips=clips))
     if config.policy is not None and (path := source.texts / STATISTICS).exists():
         config = replace(config, policy=with_statistics(config.policy, read_json(path)))
     return replace(family, config=config), config

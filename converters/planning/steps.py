@@ -181,7 +181,7 @@ class StackItems:
             if name == f"{p}o":
                 extras = method.extras(index).items()
                 yield from (ArrayItem(extra, extra, shape, dtype) for extra, (dtype, shape) in extras)
-            yield from self._items(p, name, content, names)
+            yield from self._items(p, name, content, names, index)
 
     def ends(self, contents: StackContents) -> Iterator[Item]:
         """The items of what a tower or a layer that drafts has before or after its layers."""
@@ -190,15 +190,18 @@ class StackItems:
             yield from self._items(self._method.stack.prefix, name, content, names)
 
     def _items(
-        self, prefix: str, name: str, content: dict[str, Shape] | tuple[int, ...], names: dict[str, str]
+        self, prefix: str, name: str, content: dict[str, Shape] | tuple[int, ...], names: dict[str, str], layer: int = -1
     ) -> Iterator[Item]:
+        """`layer`: which it belongs to; -1: none."""
         part = name.removeprefix(prefix)
         if isinstance(content, tuple):
             yield self.array(name, part, names[part])
             return
         parts = tuple(x.removeprefix(prefix) for x in content)
-        if self._method.keeps_integers and len({self._kept(names[x]) for x in parts}) > 1:
-            # One matrix has one codec and one order; a file may hold the rows of q, k and v, or gate and up, apart.
+        stack = self._method.stack
+        apart = layer >= 0 and isinstance(stack, VisionConfig) and stack.read_apart(layer, content)
+        if apart or (self._method.keeps_integers and len({self._kept(names[x]) for x in parts}) > 1):
+            # One matrix has one codec, one order and one input; a file may hold the rows of q, k and v, or gate and up, apart.
             yield from (self._linear(f"{prefix}{x}", x, (x,), names) for x in parts)
         else:
             yield self._linear(name, part, parts, names)

@@ -5,11 +5,11 @@ Converters, the reader and the runtime all use this list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from edgeq.errors import FormatError
 from edgeq.format.metadata import Metadata
-from edgeq.format.records import ArrayRef, LinearSpec, Transform, Weight
+from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.network.draft_stack import DraftStack
 from edgeq.network.policy_stack import PolicyStack
@@ -18,8 +18,6 @@ from edgeq.network.stack import Stack
 Shape = tuple[int, int]
 MODALITIES = 2
 """Text and vision: kinds of rows that can have activation scales of their own."""
-MAX_BASE = 4096
-"""The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
 FLOAT_PARTS = ("router", "shared_gate", "delta_rates", "ssd_dt", "row_context", "state_in", "action_in", "action_out")
 """Linear layers that converters keep in floats: a rounding error in them sends a token to another expert, adds up in a state
 from token to token, or is one of actions."""
@@ -269,6 +267,8 @@ def check(metadata: Metadata) -> None:
     if quantized_table:
         expected["embedding"] = (config.vocab_size, config.hidden_size)
     _same_names("linear layers", set(expected), set(metadata.linears))
+    if config.vision is not None:
+        _check_bounds(config.vision, metadata.linears)
     for name, shape in expected.items():
         linear = metadata.linears[name]
         if (linear.rows, linear.columns) != shape:
@@ -318,6 +318,14 @@ def _is_one_block(linear: LinearSpec) -> bool:
     return not _changes_its_input(linear) and linear.bias is None and linear.activation is None and linear.master is None
 
 
+def _check_bounds(config: VisionConfig, linears: Mapping[str, LinearSpec]) -> None:
+    """FormatError: one layer of parts that read its input within other bounds."""
+    for layer in range(config.num_hidden_layers) if config.clips else ():
+        for fused, parts in fused_shapes(config, layer):
+            if fused in linears and config.read_apart(layer, parts):
+                raise FormatError(f"{fused} is one layer whose parts have other bounds; expected {', '.join(parts)}")
+
+
 def _check_parts(linear: LinearSpec) -> None:
     """FormatError unless all parts of a layer fit each other; nothing after this checks them again."""
     name, rows, columns = linear.name, linear.rows, linear.columns
@@ -328,7 +336,7 @@ def _check_parts(linear: LinearSpec) -> None:
     _check_vector(name, "input_scale", linear.input_scale, columns, ("f32",))
     _check_vector(name, "input_order", linear.input_order, columns, ("i32",))
     if linear.transform:
-        _check_transform(name, linear.transform, columns)
+        linear.transform.check(name, columns)
     if linear.activation:
         bits, high = linear.activation.bits, linear.activation.high_bits
         if not 2 <= bits <= 8 or (not 2 <= high <= 8 if len(linear.weights) > 1 else high != 0):
@@ -366,20 +374,6 @@ def _check_scales(linear: LinearSpec) -> None:
 def _check_vector(name: str, part: str, array: ArrayRef | None, length: int, dtypes: tuple[str, ...]) -> None:
     if array and (array.shape != (length,) or array.dtype not in dtypes):
         raise FormatError(f"{name}: {part} is {array.dtype} {array.shape}; expected {' or '.join(dtypes)} ({length},)")
-
-
-def _check_transform(name: str, transform: Transform, columns: int) -> None:
-    size, stride, dense = transform.size, transform.stride, transform.base
-    if size < 1 or stride < 1 or columns % (size * stride):
-        raise FormatError(f"{name}: a transform of {size} channels {stride} apart does not fit {columns} channels")
-    # Checked first: `base_size` assumes the shape of a matrix, and the checks below divide by it.
-    if dense and (dense.dtype != "f32" or len(set(dense.shape)) != 1 or len(dense.shape) != 2):
-        raise FormatError(f"{name}: the base of its transform is {dense.dtype} {dense.shape}, not a square of f32")
-    base = transform.base_size
-    if not 1 <= base <= MAX_BASE:
-        raise FormatError(f"{name}: the base of its transform has {base} rows; supported: 1 to {MAX_BASE}")
-    if size % base or (size // base).bit_count() != 1:
-        raise FormatError(f"{name}: a transform of {size} channels is not {base} times a power of two")
 
 
 def _check_weights(name: str, weights: tuple[Weight, ...]) -> None:

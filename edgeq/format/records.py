@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from edgeq.errors import FormatError
 from edgeq.format.codec import Codec
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "uint16", "u8": "uint8", "i8": "int8", "i32": "int32"}
@@ -24,6 +25,8 @@ a4    to 4 bits, in the same way; layers outside the decoder layers run in a8
 MODES: tuple[Mode, ...] = ("a16", "a8", "a4")
 KvKind = Literal["f16", "int8", "int4"]
 KV_KINDS: tuple[KvKind, ...] = ("f16", "int8", "int4")
+MAX_BASE = 4096
+"""The most rows of the dense factor of a transform; the factors of published models' widths are far smaller."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,20 @@ class Transform:
     @property
     def base_size(self) -> int:
         return self.base.shape[0] if self.base else 1
+
+    def check(self, name: str, columns: int) -> None:
+        """FormatError unless it fits a layer, `name`, of so many columns."""
+        size, stride, dense = self.size, self.stride, self.base
+        if size < 1 or stride < 1 or columns % (size * stride):
+            raise FormatError(f"{name}: a transform of {size} channels {stride} apart does not fit {columns} channels")
+        # Checked first: `base_size` assumes the shape of a matrix, and the checks below divide by it.
+        if dense and (dense.dtype != "f32" or len(set(dense.shape)) != 1 or len(dense.shape) != 2):
+            raise FormatError(f"{name}: the base of its transform is {dense.dtype} {dense.shape}, not a square of f32")
+        base = self.base_size
+        if not 1 <= base <= MAX_BASE:
+            raise FormatError(f"{name}: the base of its transform has {base} rows; supported: 1 to {MAX_BASE}")
+        if size % base or (size // base).bit_count() != 1:
+            raise FormatError(f"{name}: a transform of {size} channels is not {base} times a power of two")
 
 
 @dataclass(frozen=True)

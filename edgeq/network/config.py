@@ -7,11 +7,11 @@ every key is known, every value in range, before anything is allocated from it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.activations import PLAIN
 from edgeq.network.draft_stack import DraftStack
 from edgeq.network.image_config import TILED, VARYING, ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
@@ -20,7 +20,9 @@ from edgeq.network.policy_stack import PolicyStack
 from edgeq.network.pooling import Pooling
 from edgeq.network.stack import MAX_SIZES, Stack
 from edgeq.network.stack_json import read_stack, stack_record
+from edgeq.pictures.tower_clips import Clip, LayerClips, by_part, check_clips, read_clips
 from edgeq.pictures.tower_positions import check_positions
+from edgeq.pictures.tower_projector import check_projector
 
 MAX_VISION_SIZES = {
     "patch_size": 256,
@@ -34,9 +36,6 @@ VISION_FLAGS = ("interpolated", "class_row", "class_feature", "pre_norm", "avera
 MAX_SEGMENTS = 2
 MAX_CHANNELS = 1 << 20
 """The widest row of a tower: pixels of a patch, and patches that are joined."""
-PROJECT_NORMS = ("patch", "joined", "none")
-NO_ACTIVATION = "none"
-"""The activation of a projector of one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,8 @@ class VisionConfig(Stack):
                           same sizes, ascending; the results are added to the decoder's stream, the first after its first layer
                           and so on (Qwen3-VL; Meng et al. 2024, arXiv 2406.04334)
     texts                 of a prompt, beside the tokens of pictures; None: there are none
+    clips                 of each layer the bounds of its linear parts, in the order of `bounded_parts`; empty: there are none
+                          (Gemma 4)
 
     Rows of pixels are [channel, frame, row, column] of a patch, patches that are joined follow one another.
     """
@@ -101,6 +102,7 @@ class VisionConfig(Stack):
     antialiased: bool = False
     positions_by_axis: bool = False
     mean_scaled: bool = False
+    clips: tuple[LayerClips, ...] = ()
 
     prefix: ClassVar[str] = "vision."
     CHANNELS: ClassVar[int] = 3
@@ -117,28 +119,11 @@ class VisionConfig(Stack):
             if width > MAX_CHANNELS:
                 raise FormatError(f"config vision: {name} is {width}; expected at most {MAX_CHANNELS}")
         self.image.check_token(self.token_edge)
-        if self.project_norm not in PROJECT_NORMS:
-            raise UnsupportedError(f"project_norm {self.project_norm!r} is not known; supported: {', '.join(PROJECT_NORMS)}")
-        if self.project_size == 0 and (self.project_act != NO_ACTIVATION or self.tap_layers):
-            raise UnsupportedError(
-                f"a project_size of 0, which is a projector of one layer, is supported with project_act {NO_ACTIVATION!r}, "
-                "without tap_layers"
-            )
-        if self.averaged and (self.project_norm == "joined" or self.tap_layers or self.class_row):
-            raise UnsupportedError(
-                "averaged is supported with a project_norm over every 'patch' or with none, without tap_layers and class_row"
-            )
-        if self.mean_scaled and not self.averaged:
-            raise FormatError("config vision: mean_scaled without averaged: there is no mean")
-        if self.project_eps != 0:
-            check_positive("project_eps", self.project_eps)
-            if self.project_norm == "none" or self.averaged or self.tap_layers:
-                raise UnsupportedError("project_eps is supported with a project_norm, without averaged and tap_layers")
-        if self.project_size and self.project_act not in PLAIN:
-            raise UnsupportedError(f"project_act {self.project_act!r} is not supported; supported: {', '.join(PLAIN)}")
+        check_projector(self)
         for name in VISION_FLAGS:
             check_flag(name, getattr(self, name))
         check_positions(self, self._patches)
+        check_clips(self.clips, self.num_hidden_layers, self.gated, self.post_norms)
         ropes = self.local_rope or self.layers_without_rope
         norms = self.parallel or self.qk_norm_kind == "rotated" or self.normed_residual != "none" or not self.pre_norms
         attention = any(self.sliding_windows) or ropes or norms or self.attention_gate or self.attention_sinks
@@ -151,6 +136,15 @@ class VisionConfig(Stack):
                 "hidden_size_per_layer_input, num_kv_shared_layers, heads of several shapes or without pre_norms is not "
                 "supported"
             )
+
+    def clips_of(self, layer: int) -> Mapping[str, Clip]:
+        """The bounds of each linear part of a layer; empty: there are none."""
+        return by_part(self.clips, layer, self.gated)
+
+    def read_apart(self, layer: int, linears: Iterable[str]) -> bool:
+        """Whether these linear parts, by their whole names, read the same within other bounds: then they are not one layer."""
+        clips = self.clips_of(layer)
+        return bool(clips) and len({clips[name.rpartition(".")[2]].inputs for name in linears}) > 1
 
     @property
     def placed_by_grid(self) -> bool:
@@ -234,6 +228,8 @@ class VisionConfig(Stack):
         if not isinstance(data, dict):
             raise FormatError(f"{where} is not a JSON object")
         made: dict[str, Any] = {"image": ImageConfig.from_json(data.get("image"), f"{where} image")}
+        if "clips" in data:
+            made["clips"] = read_clips(data["clips"], MAX_SIZES["num_hidden_layers"], f"{where} clips")
         if "texts" in data:
             made["texts"] = PictureTexts.read(data["texts"], f"{where} texts")
         return read_stack(cls, {key: value for key, value in data.items() if key not in made}, where, **made)

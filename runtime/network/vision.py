@@ -61,6 +61,7 @@ def tower(metadata: Metadata) -> Graph:
         | {
             "pixels": config.patch_width,
             "joined": config.joined_size,
+            **({"clipped": config.hidden_size} if config.clips else {}),
             **({"token": config.token_size} if config.averaged else {}),
             **(dict.fromkeys(("project", "projected"), config.project_size) if config.project_size else {}),
             "features": config.feature_size,

@@ -116,6 +116,8 @@ AXES_TOWER = replace(
     averaged=True,
     mean_scaled=True,
 )
+FREE = [None] * 4
+"""No bounds of a linear part."""
 IN_WINDOWS = replace(PLAIN, sliding_windows=(8, 0), vision=AXES_TOWER, whole_pictures=True, pictures_in_windows=True)
 QWEN_VL = replace(PLAIN, rope=Rope(1e6, sections=(2, 3, 3)), vision=TOWER)
 SMOLLM = replace(PLAIN, layers_without_rope=(1,))
@@ -636,6 +638,31 @@ def test_values_of_a_tower_out_of_range_are_named(keys: dict[str, Any], kind: ty
         (IN_WINDOWS, {"position_rows": 38}, FormatError, "position_rows is 38; expected an even number, at least 40"),
         (IN_WINDOWS, {"position_rows": 41}, FormatError, "position_rows is 41; expected an even number, at least 40"),
         (IN_WINDOWS, {"averaged": False}, FormatError, "mean_scaled without averaged"),
+        (
+            IN_WINDOWS,
+            {"clips": [[FREE] * 7] * 2},
+            FormatError,
+            "clips must be of 2 layers and the parts q, k, v, o, up, down of each",
+        ),
+        (IN_WINDOWS, {"clips": [[FREE] * 6]}, FormatError, "clips must be of 2 layers"),
+        (
+            IN_WINDOWS,
+            {"clips": [[FREE] * 6, [FREE] * 5 + [[2, 1, None, None]]]},
+            FormatError,
+            "of down in layer 1: input_min is 2",
+        ),
+        (
+            IN_WINDOWS,
+            {"clips": [[[None, None, True, None]] + [FREE] * 5] * 2},
+            FormatError,
+            "of q in layer 0: output_min is True",
+        ),
+        (IN_WINDOWS, {"clips": [[[1e39, None, None, None]] * 6] * 2}, FormatError, r"input_min is 1e\+39; expected a number"),
+        (IN_WINDOWS, {"clips": [[[float("nan")] * 4] * 6] * 2}, FormatError, "input_min is nan"),
+        (IN_WINDOWS, {"clips": [[[None] * 3] * 7] * 2}, FormatError, "a part has not 4 bounds: input_min"),
+        (IN_WINDOWS, {"clips": [[FREE] * 8]}, FormatError, "a layer is not a list of at most 7 parts"),
+        (IN_WINDOWS, {"clips": {}}, FormatError, "clips is not a list of at most 1024 layers"),
+        (TAPPED, {"clips": [[FREE] * 6] * 2}, UnsupportedError, "clips are supported with post_norms"),
         (IN_WINDOWS, {"num_kv_shared_layers": 1}, UnsupportedError, "num_kv_shared_layers"),
         (NAFLEX, {"antialiased": 1}, FormatError, "antialiased is 1"),
         (NAFLEX, {"antialiased": False}, UnsupportedError, "interpolated True and antialiased False"),

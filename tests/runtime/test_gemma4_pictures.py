@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil, get_aspect_ratio_preserving_size
+from transformers.models.gemma4.modeling_gemma4 import Gemma4ClippableLinear
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from vision_checkpoints import IMAGE, build, reference
 
@@ -25,11 +26,14 @@ from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import LAYER_ROWS
 from edgeq.converters.families.table import recognise
 from edgeq.converters.families.vision import gemma4
-from edgeq.errors import CheckpointError, UnsupportedError
+from edgeq.converters.families.vision.clips import stored_clips
+from edgeq.errors import CheckpointError, FormatError, UnsupportedError
+from edgeq.format import manifest
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.network.image_config import ImageConfig
 from edgeq.pictures.prompt import Prompt
+from edgeq.pictures.tower_clips import BOUNDED, Clip, LayerClips
 from edgeq.pictures.whole_pictures import next_run
 from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
@@ -52,6 +56,7 @@ class Case:
     """A checkpoint, its float32 file, what transformers' processor makes of pictures and text, and its model of that.
 
     tokens int64 [1, n];  processed: pixels and places;  features of each picture;  logits float32 [n, vocab]
+    clipped: how much of what each bounded layer reads, and gives, is beyond its bounds
     """
 
     folder: Path
@@ -60,6 +65,7 @@ class Case:
     processed: Any
     features: list[NDArray[np.float32]]
     logits: NDArray[np.float32]
+    clipped: dict[str, float]
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +85,30 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
             tokens = tokenizer(text, return_tensors="pt").input_ids
             model, given = reference(folder), {key: seen[key] for key in ("pixel_values", "image_position_ids")}
+            clipped = shares_clipped(model)
             with torch.no_grad():
                 features = [each.numpy() for each in model.model.get_image_features(**given).pooler_output]
                 logits = model(tokens, **given, mm_token_type_ids=(tokens == IMAGE).int()).logits[0].numpy()
-            known[name] = Case(folder, path, tokens, seen, features, logits)
+            known[name] = Case(folder, path, tokens, seen, features, logits, clipped)
         return known[name]
 
     return get
+
+
+def shares_clipped(model: torch.nn.Module) -> dict[str, float]:
+    """Filled when the model runs: how much of what its bounded layers read, and of their products, is beyond the bounds."""
+    shares = dict[str, float]()
+
+    def note(name: str, x: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> None:
+        shares[name] = ((x < least) | (x > most)).float().mean().item()
+
+    for name, module in model.named_modules():
+        if isinstance(module, Gemma4ClippableLinear) and module.use_clipped_linears:
+            before = partial(lambda at, m, _, args: note(f"{at} in", args[0], m.input_min, m.input_max), name, module)
+            after = partial(lambda at, m, _, args, y: note(f"{at} out", y, m.output_min, m.output_max), name, module)
+            module.register_forward_pre_hook(before)
+            module.linear.register_forward_hook(after)
+    return shares
 
 
 def load(path: Path, target: str) -> Model:
@@ -169,6 +192,16 @@ def _of_tower(config: ModelConfig, **fields: Any) -> ModelConfig:
     return replace(config, vision=replace(config.vision, **fields))
 
 
+def _other_bounds(change: Callable[[LayerClips], LayerClips]) -> Callable[[ModelConfig], ModelConfig]:
+    """With the bounds of each layer changed."""
+    return lambda c: _of_tower(c, clips=tuple(change(layer) for layer in c.vision.clips) if c.vision else ())
+
+
+def _swapped(one: str, other: str) -> Callable[[LayerClips], LayerClips]:
+    i, j = BOUNDED.index(one), BOUNDED.index(other)
+    return lambda layer: tuple(layer[{i: j, j: i}.get(at, at)] for at in range(len(layer)))
+
+
 WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "tokens of a picture that see what is before them": (
         "gemma4_whole",
@@ -178,6 +211,16 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "means as they are": ("gemma4_whole", lambda c: _of_tower(c, mean_scaled=False)),
     "scores by the root of the head": ("gemma4", lambda c: _of_tower(c, query_pre_attn_scalar=None)),
     "values as they are": ("gemma4", lambda c: _of_tower(c, value_norm=False)),
+    "inputs as they are": (
+        "gemma4",
+        _other_bounds(lambda layer: tuple(clip._replace(input_min=None, input_max=None) for clip in layer)),
+    ),
+    "outputs as they are": (
+        "gemma4",
+        _other_bounds(lambda layer: tuple(clip._replace(output_min=None, output_max=None) for clip in layer)),
+    ),
+    "bounds of keys for values": ("gemma4", _other_bounds(_swapped("k", "v"))),
+    "bounds of the gate for what it opens": ("gemma4", _other_bounds(_swapped("gate", "up"))),
     "another eps": ("gemma4", lambda c: _of_tower(c, rms_norm_eps=1e-6)),
 }
 
@@ -220,7 +263,7 @@ def test_halves_of_heads_turned_otherwise_show(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "method"), [("gemma4", "gptq"), ("gemma4_whole", "awq")])
+@pytest.mark.parametrize(("name", "method"), [("gemma4", "awq+gptq"), ("gemma4_whole", "awq")])
 def test_four_bits_calibrated_with_pictures_keep_what_a_picture_says(
     case: Callable[[str], Case], tmp_path: Path, name: str, method: str
 ) -> None:
@@ -239,15 +282,54 @@ def test_four_bits_calibrated_with_pictures_keep_what_a_picture_says(
     assert np.corrcoef(*changes)[0, 1] > 0.5
 
 
-def test_of_a_gemma_4_with_a_clipped_tower_the_text_model_is_converted(case: Callable[[str], Case], tmp_path: Path) -> None:
-    folder = tmp_path / "clipped"
-    shutil.copytree(case("gemma4").folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["vision_config"]["use_clipped_linears"] = True
-    (folder / "config.json").write_text(json.dumps(config))
-    plan = preflight(str(folder), ConvertOptions(method="rtn"))
-    assert any("left out: its vision tower, whose layers limit" in note for note in plan.notes())
-    assert plan.method.config.vision is None and plan.tower is None
+def test_layers_are_bounded_as_the_checkpoint_says(case: Callable[[str], Case], tmp_path: Path) -> None:
+    """Apart where parts of one layer read within other bounds, where a file with one layer is refused; each bound bites."""
+    found = case("gemma4")
+    assert len(found.clipped) == 2 * 2 * len(BOUNDED) and min(found.clipped.values()) >= 0.05
+    metadata = ModelFile.open(found.path).metadata
+    vision = metadata.config.vision
+    assert vision and {clip for layer in vision.clips for clip in layer}.isdisjoint({Clip()})
+    assert {"vision.layers.0.q", "vision.layers.0.up", "vision.layers.1.qkv", "vision.layers.1.gate_up"} <= set(
+        metadata.linears
+    )
+    other = replace(metadata, config=_of_tower(metadata.config, clips=(vision.clips[0], vision.clips[0])))
+    with pytest.raises(FormatError, match="layers.1.qkv is one layer whose parts have other bounds"):
+        manifest.check(other)
+    assert not preflight(str(case("gemma4_whole").folder), ConvertOptions(method="none")).method.config.vision.clips
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_max": None}, "q.input_max is missing, and use_clipped_linears is true"),
+        ({"input_min": np.nan}, "q: input_min is nan; expected a number of float32"),
+        ({"output_min": np.inf}, "q: output_min is inf; expected a number of float32"),
+        ({"output_max": -np.inf}, "q: output_max is -inf"),
+        ({"input_min": 2.0}, "q: input_min is 2, above input_max, 1"),
+        ({"output_max": [1.0, 2.0]}, r"q.output_max is F32 \(2,\); expected one number"),
+    ],
+)
+def test_bounds_that_are_none_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^here: .*{message}"):
+        stored_clips(bounds_of(values), [["q"]])
+
+
+def test_infinite_bounds_are_none() -> None:
+    infinite = {"input_min": -np.inf, "input_max": np.inf, "output_min": -np.inf, "output_max": np.inf}
+    assert stored_clips(bounds_of(infinite), [["q"], ["q"]]) == ()
+    (layer,) = stored_clips(bounds_of(infinite | {"output_max": [0.5]}), [["q"]])
+    assert layer == (Clip(output_max=0.5),) and layer[0].inputs is None and layer[0].outputs == (-np.inf, 0.5)
+
+
+def bounds_of(values: dict[str, Any]) -> Any:
+    """A source with the bounds of one module, -1 and 1 but for `values`; None: there is no such tensor."""
+    tensors = {}
+    for name, value in ({field: -1.0 if field.endswith("min") else 1.0 for field in Clip._fields} | values).items():
+        stored = np.array(value, np.float32)
+        read = partial(lambda stored, first, count, name: stored.reshape(-1)[first : first + count], stored)
+        if value is not None:
+            tensors[f"q.{name}"] = SimpleNamespace(dtype="F32", shape=stored.shape, codec=None, read=read)
+    return SimpleNamespace(place="here", tensors=lambda: tensors)
 
 
 @pytest.mark.parametrize(

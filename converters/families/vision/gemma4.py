@@ -2,8 +2,8 @@
 
 Pictures keep their proportion.  A patch knows its column and its row by a table of each, which are added to it, and by a
 rotation of halves of every head.  A token is the mean of neighbouring patches, scaled and shifted where the tower was trained
-so ("standardize"), and normed before the one layer of the projector.  Audio and videos are left out, and towers whose linear
-layers limit what they read and give.
+so ("standardize"), and normed before the one layer of the projector.  Linear layers of the tower may limit what they read and
+what they give, each to bounds of its own ("use_clipped_linears").  Audio and videos are left out.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 from edgeq.converters.checkpoint.checkpoint import TensorSource
 from edgeq.converters.families.decoders.gemma import GAINS
 from edgeq.converters.families.decoders.gemma4 import AUDIO, GEMMA_4, gemma4_settings, gemma4_sources, unread_keys
-from edgeq.converters.families.decoders.llama import QKV
-from edgeq.converters.families.family import LAYER_ROWS, FamilyDescription, Values
+from edgeq.converters.families.family import LAYER_ROWS, LINEARS, FamilyDescription, Values, nothing_unused
 from edgeq.converters.families.rearranged import flag
+from edgeq.converters.families.vision.clips import is_bound
 from edgeq.errors import FormatError, UnsupportedError
 from edgeq.format.manifest import table_shapes
-from edgeq.network.config import MAX_VISION_SIZES, NO_ACTIVATION, ModelConfig, VisionConfig
+from edgeq.network.config import MAX_VISION_SIZES, ModelConfig, VisionConfig
 from edgeq.network.picture_texts import PictureTexts
 from edgeq.network.rope import Rope
 from edgeq.network.stack import MAX_SIZES
+from edgeq.pictures.tower_clips import BOUNDED
 from edgeq.pictures.tower_positions import MAX_POSITIONS
+from edgeq.pictures.tower_projector import NO_ACTIVATION
 
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
 TEXTS = PictureTexts(begin="<|image>", end="<image|>")
@@ -32,6 +34,7 @@ RENAMED = {"model.language_model.": "model."}
 TENSORS = "model.vision_tower."
 ROPES = ("axial", "default")
 """Types under which transformers rotates halves of heads by columns and rows."""
+MODULES = tuple(LINEARS[part] for part in BOUNDED)
 MAX_SETTINGS = {
     **{key: MAX_SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     **{key: MAX_SIZES[key] for key in ("num_key_value_heads", "head_dim")},
@@ -116,11 +119,8 @@ def tower_sources(config: VisionConfig, standardized: bool) -> dict[str, TensorS
         sources["vision.mean_scale.weight"] = TensorSource("", (), (hidden,), added=root)
         sources["vision.mean_shift.weight"] = TensorSource("", (), (hidden,))
     queries, keys = (heads * size for heads in (config.num_attention_heads, config.num_key_value_heads))
-    shapes = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    shapes |= dict(
-        zip((f"self_attn.{part}_proj" for part in QKV), ((rows, hidden) for rows in (queries, keys, keys)), strict=True)
-    )
-    shapes["self_attn.o_proj"] = (hidden, queries)
+    read = ((queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries))
+    shapes = dict(zip(MODULES, (*read, (inner, hidden), (inner, hidden), (hidden, inner)), strict=True))
     turned = {"q": halves_apart(config.num_attention_heads, size), "k": halves_apart(config.num_key_value_heads, size)}
     for layer in range(config.num_hidden_layers):
         p, theirs = f"vision.layers.{layer}.", f"{TENSORS}encoder.layers.{layer}."
@@ -135,7 +135,13 @@ def tower_sources(config: VisionConfig, standardized: bool) -> dict[str, TensorS
     return sources
 
 
-def _tower(standardized: bool) -> FamilyDescription:
+def bounded_modules(config: VisionConfig) -> tuple[tuple[str, ...], ...]:
+    """The modules of linear layers, layer by layer."""
+    layers = range(config.num_hidden_layers)
+    return tuple(tuple(f"{TENSORS}encoder.layers.{layer}.{module}" for module in MODULES) for layer in layers)
+
+
+def _tower(standardized: bool, clipped: bool) -> FamilyDescription:
     return FamilyDescription(
         f"the vision tower of {ARCHITECTURE}",
         {
@@ -157,6 +163,8 @@ def _tower(standardized: bool) -> FamilyDescription:
         gemma4_tower,
         sources=partial(tower_sources, standardized=standardized),
         outside={"out_hidden_size": "hidden_size"},
+        clipped=bounded_modules if clipped else None,
+        unused=is_bound if clipped else nothing_unused,
     )
 
 
@@ -183,10 +191,7 @@ def variant(hf: Values) -> FamilyDescription:
     left_out = ["its audio tower"] if hf.get("audio_config") is not None else []
     found = hf.get("vision_config")
     tower = {"standardize": False, "use_clipped_linears": False} | (found if isinstance(found, dict) else {})
-    clipped = flag(tower, "use_clipped_linears")
-    if clipped:
-        left_out.append("its vision tower, whose layers limit what they read and give (use_clipped_linears)")
-    if found is None or clipped:
+    if found is None:
         return replace(TEXT_ALONE, left_out=tuple(left_out))
     text = hf.get("text_config")
     sizes = {"pad_token_id": 0, **TEXT_SIZES} | (text if isinstance(text, dict) else {})
@@ -194,7 +199,8 @@ def variant(hf: Values) -> FamilyDescription:
     if type(tokens) is int and (type(pad) is not int or not 0 <= pad < tokens):
         raise FormatError(f"text_config: pad_token_id is {str(pad)[:80]}; expected a token: pictures have its rows in layers")
     sources = partial(seeing_sources, pad=pad)
-    return replace(SEEING, tower=_tower(flag(tower, "standardize")), sources=sources, left_out=tuple(left_out))
+    seeing = _tower(flag(tower, "standardize"), flag(tower, "use_clipped_linears"))
+    return replace(SEEING, tower=seeing, sources=sources, left_out=tuple(left_out))
 
 
 def seeing_unused(config: ModelConfig, tensor: str) -> bool:
@@ -221,6 +227,6 @@ SEEING = replace(
     defaults={**TEXT_ALONE.defaults, "image_token_id": 258880, "use_bidirectional_attention": None},
     settings=seeing_settings,
     unused=seeing_unused,
-    tower=_tower(False),
+    tower=_tower(standardized=False, clipped=False),
 )
 GEMMA_4_VL = replace(SEEING, variants=variant)

@@ -17,9 +17,10 @@ from edgeq.converters.families.decoders.llama import LLAMA_FAMILIES
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.vision.llava import BIASES, SIGLIP, TEXT, siglip_tower, stack_sources
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.config import NO_ACTIVATION, VisionConfig
+from edgeq.network.config import VisionConfig
 from edgeq.network.picture_texts import PictureTexts
 from edgeq.pictures.frames import patch_places
+from edgeq.pictures.tower_projector import NO_ACTIVATION
 
 RENAMED = {
     "model.text_model.": "model.",

@@ -14,7 +14,8 @@ from edgeq.converters.families.decoders.gemma import GEMMA, GEMMA_2
 from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.vision.llava import BIASES, RENAMED, SIGLIP, VISION_SIZES, siglip_tower, stack_sources
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.config import NO_ACTIVATION, VisionConfig
+from edgeq.network.config import VisionConfig
+from edgeq.pictures.tower_projector import NO_ACTIVATION
 
 ARCHITECTURE = "PaliGemmaForConditionalGeneration"
 GIVEN = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": NO_ACTIVATION}

@@ -27,7 +27,7 @@ from test_config import (
     TOWER,
 )
 
-from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization
+from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization, records
 from edgeq.format.container import ModelFile
 from edgeq.format.records import MODES, LinearSpec
 from edgeq.network import activations, config, delta_net, pooling, rope, ssd, stack
@@ -240,7 +240,7 @@ def test_limits_are_the_constants() -> None:
         "bytes of each JSON text": metadata_codec.MAX_JSON,
         "bytes of a name": metadata_codec.MAX_NAME,
         "bytes of `default_mode`": metadata_codec.MAX_MODE,
-        "rows of the base of a transform": manifest.MAX_BASE,
+        "rows of the base of a transform": records.MAX_BASE,
         "experts of all layers together": stack.MAX_EXPERTS,
         "pixels of a patch, channels of joined patches": config.MAX_CHANNELS,
         "rows of learned positions of a tower": tower_positions.MAX_POSITIONS,
