@@ -117,6 +117,41 @@ class SoftCapArguments(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LimitArguments(Arguments):
+    """x     f32 [tokens][stride], of which `width` numbers from the address on are read
+    out   f32 [tokens][out_stride], of which as many from the address on are written; it may be x
+    """
+
+    x: Address
+    out: Address
+    stride: Int32
+    out_stride: Int32
+    width: Int32
+    least: Float32
+    most: Float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowMeanArguments(Arguments):
+    """x   f32 [tokens][count][width];  out: f32 [tokens][width]"""
+
+    x: Address
+    out: Address
+    count: Int32
+    width: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleShiftArguments(Arguments):
+    """x   f32 [tokens][width], in place;  scale, shift: f32 [width]"""
+
+    x: Address
+    scale: Address
+    shift: Address
+    width: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
 class GateArguments(Arguments):
     """x      f32 [tokens][stride], of which the first `width` numbers change
     gate   f32 [tokens][gate_stride], of which `width` numbers from the address on are read

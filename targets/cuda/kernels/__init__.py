@@ -8,7 +8,7 @@ from edgeq.targets.cuda.kernels.attention import attend
 from edgeq.targets.cuda.kernels.cache import cache_write, cache_write_int4, cache_write_int8
 from edgeq.targets.cuda.kernels.draw import draw
 from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, scatter
-from edgeq.targets.cuda.kernels.factors import array_scale, gate, share_scale, soft_cap
+from edgeq.targets.cuda.kernels.factors import array_scale, gate, limit, row_mean, scale_shift, share_scale, soft_cap
 from edgeq.targets.cuda.kernels.floats import embed_float, float_product
 from edgeq.targets.cuda.kernels.fused import fused_activate, fused_heads, fused_rows
 from edgeq.targets.cuda.kernels.gates import gated_norm
@@ -31,10 +31,11 @@ FUNCTIONS = {
     for function in (
         matvec, matmul, fused_rows, fused_activate, fused_heads, quantize_input, quantize_input_token,
         quantize_input_static, float_product, embed, embed_float,
-        rms_norm, layer_norm, head_norm, value_norm, gated_norm, activate, activate_clamped, scale, array_scale, soft_cap, gate,
-        inject, select, rope, head_rotate, cache_write, cache_write_int8, cache_write_int4, attend, arrange, butterflies,
-        split_row, add_squares, requantize, route, share_scale, scatter, gather_add, gated_add, largest, draw, low_rank,
-        low_rank_add, read_memory, short_conv, row_before, state_scan, state_keep,
+        rms_norm, layer_norm, head_norm, value_norm, gated_norm, activate, activate_clamped, scale, array_scale, soft_cap,
+        gate, limit, row_mean, scale_shift, inject, select, rope, head_rotate, cache_write, cache_write_int8,
+        cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, share_scale, scatter,
+        gather_add, gated_add, largest, draw, low_rank, low_rank_add, read_memory, short_conv, row_before, state_scan,
+        state_keep,
     )
 }  # fmt: skip
 RESIDENT = {

@@ -1,4 +1,4 @@
-"""Operations that change numbers f32 in place: factors, gates, caps, shares of experts."""
+"""Operations that change numbers f32, most of them in place: factors, gates, caps, limits, means, shares of experts."""
 
 from tvm.script import tirx as T
 
@@ -69,6 +69,76 @@ def soft_cap():
             x[row * width + channel] = cap * T.tanh(x[row * width + channel] / cap)
 
     return soft_cap_
+
+
+def limit():
+    """out = x, but at least `least` and at most `most`, `width` channels of rows of `stride`; rows of `out` have `out_stride`.
+
+    NaN stays: no comparison with it is true.  `out` may be x.
+    """
+
+    @T.prim_func
+    def limit_(x_: T.handle, out_: T.handle, tokens: T.int32, stride: T.int32, out_stride: T.int32, width: T.int32,
+               least: T.float32, most: T.float32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        nx, no = T.int32(), T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        out = T.match_buffer(out_, (no,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(width, THREADS), tokens])
+        warp = T.warp_id([THREADS // 32])
+        lane = T.lane_id([32])
+        channel: T.let = part * THREADS + warp * 32 + lane
+        if channel < width:
+            value: T.let = x[row * stride + channel]
+            out[row * out_stride + channel] = T.if_then_else(value < least, least, T.if_then_else(value > most, most, value))
+
+    return limit_
+
+
+def row_mean():
+    """out = the mean of `count` parts of x side by side, each of `width` channels."""
+
+    @T.prim_func
+    def row_mean_(x_: T.handle, out_: T.handle, tokens: T.int32, count: T.int32, width: T.int32):
+        T.func_attr({"tirx.noalias": True})
+        nx, no = T.int32(), T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        out = T.match_buffer(out_, (no,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(width, THREADS), tokens])
+        warp = T.warp_id([THREADS // 32])
+        lane = T.lane_id([32])
+        channel: T.let = part * THREADS + warp * 32 + lane
+        total = T.alloc_local((1,), "float32")
+        if channel < width:
+            total[0] = T.float32(0)
+            for i in T.serial(count):
+                total[0] = total[0] + x[(row * count + i) * width + channel]
+            out[row * width + channel] = total[0] / T.Cast("float32", count)
+
+    return row_mean_
+
+
+def scale_shift():
+    """x = x * scale + shift, channel by channel, rows of `width` channels."""
+
+    @T.prim_func
+    def scale_shift_(x_: T.handle, scale_: T.handle, shift_: T.handle, tokens: T.int32, width: T.int32):
+        T.func_attr({"tirx.noalias": True})
+        nx, nf, ns = T.int32(), T.int32(), T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        scale = T.match_buffer(scale_, (nf,), "float32")
+        shift = T.match_buffer(shift_, (ns,), "float32")
+        T.device_entry()
+        part, row = T.cta_id([T.ceildiv(width, THREADS), tokens])
+        warp = T.warp_id([THREADS // 32])
+        lane = T.lane_id([32])
+        channel: T.let = part * THREADS + warp * 32 + lane
+        if channel < width:
+            x[row * width + channel] = x[row * width + channel] * scale[channel] + shift[channel]
+
+    return scale_shift_
 
 
 def share_scale():

@@ -13,8 +13,11 @@ from edgeq.targets.cuda.arguments.rows import (
     GateArguments,
     InjectArguments,
     LayerNormArguments,
+    LimitArguments,
     RmsNormArguments,
+    RowMeanArguments,
     ScaleArguments,
+    ScaleShiftArguments,
     SelectArguments,
     SelectedArguments,
     SoftCapArguments,
@@ -22,7 +25,7 @@ from edgeq.targets.cuda.arguments.rows import (
 from edgeq.targets.cuda.lowering.context import Gather, Launch, Lowered, Lowering, refuse
 from edgeq.targets.cuda.lowering.linear import launches_of
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.targets.family_operations import ArrayScale, Gate, ScaleAdd, SoftCap
+from edgeq.targets.family_operations import ArrayScale, Gate, Limit, RowMean, ScaleAdd, ScaleShift, SoftCap
 from edgeq.targets.graph import (
     Activate,
     Embed,
@@ -93,6 +96,34 @@ def array_scale(lowering: Lowering, op: ArrayScale) -> Sequence[Lowered]:
 def soft_cap(lowering: Lowering, op: SoftCap) -> Sequence[Lowered]:
     arguments = SoftCapArguments(x=lowering.buffer(op.x), width=lowering.graph.buffers[op.x], cap=op.cap)
     return [Launch(op, lowering.stage, Variant("soft_cap"), arguments)]
+
+
+def limit(lowering: Lowering, op: Limit) -> Sequence[Lowered]:
+    arguments = LimitArguments(
+        x=lowering.buffer(op.x) + 4 * op.offset,
+        out=lowering.buffer(op.out) + 4 * op.offset,
+        stride=lowering.graph.buffers[op.x],
+        out_stride=lowering.graph.buffers[op.out],
+        width=op.width,
+        least=op.least,
+        most=op.most,
+    )
+    return [Launch(op, lowering.stage, Variant("limit"), arguments)]
+
+
+def row_mean(lowering: Lowering, op: RowMean) -> Sequence[Lowered]:
+    arguments = RowMeanArguments(
+        x=lowering.buffer(op.x), out=lowering.buffer(op.out), count=op.count, width=lowering.graph.buffers[op.out]
+    )
+    return [Launch(op, lowering.stage, Variant("row_mean"), arguments)]
+
+
+def scale_shift(lowering: Lowering, op: ScaleShift) -> Sequence[Lowered]:
+    floats = lowering.storage.floats
+    arguments = ScaleShiftArguments(
+        x=lowering.buffer(op.x), scale=floats(op.scale), shift=floats(op.shift), width=lowering.graph.buffers[op.x]
+    )
+    return [Launch(op, lowering.stage, Variant("scale_shift"), arguments)]
 
 
 def gate(lowering: Lowering, op: Gate) -> Sequence[Lowered]:

@@ -12,7 +12,6 @@ from PIL import Image
 from vision_checkpoints import MODELS, build
 
 from edgeq.converters.convert import ConvertOptions, convert
-from edgeq.errors import UnsupportedError
 from edgeq.runtime import Model, Prompt
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
@@ -47,7 +46,7 @@ def is_near(name: str, wanted: NDArray[np.float32], found: NDArray[np.float32]) 
     return bool(error <= MAX_ERROR)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("states", "averaged"))])
+@pytest.mark.parametrize("name", [*(name for name in MODELS if not name.startswith("states")), "gemma4", "gemma4_whole"])
 def test_a_prompt_with_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, path = build(tmp_path / name, name), tmp_path / "m.edgeq"
     convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
@@ -60,18 +59,3 @@ def test_a_prompt_with_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.
     answers(path, monkeypatch, seen)
     assert is_near(name, *results)
     assert not np.allclose(blind[1], results[1])
-
-
-def test_a_gemma_3_reads_text_and_its_pictures_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, path = build(tmp_path / "averaged", "averaged"), tmp_path / "m.edgeq"
-    convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
-    results = list[NDArray[np.float32]]()
-
-    def seen(model: Model) -> None:
-        results.append(model.session().prefill(model.chat_prompt(QUESTION)).copy())
-        if model.target == "cuda":
-            with pytest.raises(UnsupportedError, match="the operation RowMean .*--target cpu"):
-                model.session().prefill(asked(model))
-
-    answers(path, monkeypatch, seen)
-    assert is_near("averaged", *results)

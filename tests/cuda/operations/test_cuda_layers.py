@@ -9,7 +9,17 @@ import pytest
 
 from edgeq.format.codec import Codec
 from edgeq.format.records import LinearSpec
-from edgeq.targets.family_operations import ArrayScale, Gate, GatedAdd, ScaleAdd, SoftCap, ValueNorm
+from edgeq.targets.family_operations import (
+    ArrayScale,
+    Gate,
+    GatedAdd,
+    Limit,
+    RowMean,
+    ScaleAdd,
+    ScaleShift,
+    SoftCap,
+    ValueNorm,
+)
 from edgeq.targets.graph import (
     Activate,
     CacheSpec,
@@ -158,6 +168,27 @@ def test_factors_of_a_stream_sums_and_gates(arrays: Arrays, width: int, function
     )
     oracle, y = both(shown(arrays, x, operations, "x", {"x": width, "y": width, "_dim": 2}), arrays, ROWS)
     assert np.abs(y - oracle).max() < 1e-6 * np.abs(oracle).max() and not np.array_equal(y, x)
+
+
+@pytest.mark.parametrize("width", [16, 300])
+def test_limits_of_some_columns_and_means_that_are_scaled_and_shifted(arrays: Arrays, width: int) -> None:
+    """Infinite numbers have a nearest one, NaN stays; other columns are as they were."""
+    x = np.random.default_rng(width).standard_normal((ROWS, 4 * width)).astype(np.float32) * 3
+    x[0, 3:7] = -np.inf, np.inf, -1e30, 1e30
+    x[1, 5] = np.nan
+    operations = (
+        Scale(0, "x", 1e-4, "limited"),
+        Limit(0, "x", 3, width, -2.5, 1.0, "limited"),
+        Limit(0, "limited", 3, width, -np.inf, 0.5, "limited"),
+        RowMean(0, "limited", 4, "mean"),
+        ScaleShift(0, "mean", stored(arrays, width, 3, "f16"), stored(arrays, width, 4)),
+    )
+    widths = {"x": 4 * width, "limited": 4 * width, "mean": width, "_dim": 2}
+    oracle, y = both(shown(arrays, x, operations, "mean", widths), arrays, ROWS)
+    # What shows the buffer multiplies it by a matrix.
+    assert np.isnan(y).all(axis=1).tolist() == [False, True, False, False, False]
+    sound = [0, 2, 3, 4]
+    assert np.abs(y[sound] - oracle[sound]).max() < 2e-6 and np.isfinite(y[sound]).all()
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])

@@ -31,9 +31,10 @@ EMBEDS += [
     Variant("embed", each) for each in ((7, "half"), (2, "s4"), (1, "table"), (4, "table"), (2, "trellis"), (3, "trellis"))
 ]
 FUNCTIONS = (
-    "rms_norm", "layer_norm", "head_norm", "value_norm", "activate_clamped", "scale", "array_scale", "soft_cap", "inject",
-    "select", "rope", "cache_write", "cache_write_int8", "cache_write_int4", "share_scale", "arrange", "butterflies",
-    "split_row", "add_squares", "route", "scatter", "gather_add", "gated_add", "low_rank_add", "read_memory",
+    "rms_norm", "layer_norm", "head_norm", "value_norm", "activate_clamped", "scale", "array_scale", "soft_cap", "limit",
+    "row_mean", "scale_shift", "inject", "select", "rope", "cache_write", "cache_write_int8", "cache_write_int4", "share_scale",
+    "arrange", "butterflies", "split_row", "add_squares", "route", "scatter", "gather_add", "gated_add", "low_rank_add",
+    "read_memory",
 )  # fmt: skip
 """Kernels without literals."""
 CODECS = [
