@@ -22,7 +22,7 @@ TESTS = frozenset(
         f"{PRODUCT}[i4-g128-zero-int8-random]",
         f"{PRODUCT}[i3-g16-f16-random]",
         # Counters of arrival, and what is read after them.
-        f"{SIDE_BY_SIDE}[kv1-552-1]",
+        f"{SIDE_BY_SIDE}[kv1-1100-1]",
         "test_attention_parts.py::test_sessions_in_a_block_of_threads_do_not_touch_each_other[f16]",
         f"{PART}[low_rank-{I4}]",
         f"{PART}[thin-{I8}]",

@@ -103,10 +103,11 @@ class CacheWriteArguments(Arguments, run=("tokens", "pool", "numbers")):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts")):
+class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts", "taken")):
     """q               f32 [tokens][width]
     firsts, lasts   i32 [tokens], slots that a row sees, without the last
     window          slots before its last that a row sees at most; 0: all
+    level           parts have up to 2^level pages
     sinks           f32 [heads], scores whose shares go nowhere
     out             f32 [tokens][heads * head_dim]
     sums            f32 [tokens][heads][parts][head_dim padded to 32, and 32]
@@ -122,6 +123,7 @@ class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts")):
     out: Address
     heads: Int32
     window: Int32
+    level: Int32
     has_sinks: Int32
     sinks: Address
     scale: Float32

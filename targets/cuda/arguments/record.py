@@ -28,13 +28,15 @@ Int32 = Annotated[int, "int32"]
 Float32 = Annotated[float, "float32"]
 Value = int | float
 
-OF_A_RUN: Mapping[str, str] = {"tokens": "int32", "sessions": "int32", "pool": POINTER, "numbers": POINTER, "parts": "int32"}
+OF_A_RUN: Mapping[str, str] = {
+    "tokens": "int32", "sessions": "int32", "pool": POINTER, "numbers": POINTER, "parts": "int32", "taken": "int32",
+}  # fmt: skip
 """What a kernel gets of the run, beside its record.
 
 tokens    token rows;  sessions: those of the run, some of which may have no rows
 pool      the address from which entries of page tables count, in the type of a cached key; `numbers`: the same address, f32,
           from which states count too
-parts     of the longest context, which are taken side by side; 0: one after the other
+parts     of the longest context, which are taken side by side; 0: one after the other.  taken: by each block of threads
 """
 
 

@@ -18,23 +18,29 @@ TILES.  A value that is not finite would make that 0 a NaN: it is read as 0, and
 from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.attention_page import WARPS, dimension, pages_of
+from edgeq.targets.cuda.kernels.attention_parts import ask_page, page_of, part_of, parts_of
 from edgeq.targets.cuda.kernels.attention_rows import MASKED_SCORE, SCORES, WEIGHTS, first_of, rows_of
 from edgeq.targets.cuda.kernels.cached import places
 from edgeq.targets.cuda.kernels.rows import NAN_BITS, THREADS
+from edgeq.targets.cuda.kernels.shares import arrive, begin_to_read
 from edgeq.targets.rows import PAGE
+
+ASKED_HEAD = 128
+"""Dimensions of a head up to which the next page is asked for while a block has one."""
 
 
 def attend(head_dim, kv, PART, packed):
     """out = softmax(q k^T * scale) v over the slots from firsts[row] up to lasts[row], without it.
 
-    The slots are taken in parts of PART, each by sums of its own, which are added in the order of the parts.  A block has one
-    token row, or where `packed` as many as fit, and takes one part after the other; with `parts` above 0, where not `packed`,
-    blocks take one part each side by side, and the last of a row and its heads to end adds their sums: the same bits.  Parts
-    that a row does not see are left out.
+    The slots are taken in parts (attention_parts.py), each by sums of its own, which are added in the order of the parts.  A
+    block has one token row, or where `packed` as many as fit, and takes one part after the other; with `parts` above 0, where
+    not `packed`, blocks take `taken` parts each side by side, and the last of a row and its heads to end adds the sums of all:
+    the same bits.  Parts that a row does not see are left out.
 
+    PART            positions of the largest part, pages times a power of two;  level: parts of up to 2^level pages
     firsts, lasts   int32 per token row; with a `window` above 0 the row sees no more than the last that many
     sinks           f32 [heads]: scores of a head whose shares go nowhere, if `has_sinks`
-    sums            f32 [rows][heads][parts][STRIDE];  arrived: int32 [rows][blocks of heads], 0 before and after
+    sums            f32 [rows][heads][parts][padded dimensions];  arrived: int32 [rows][blocks of heads], 0 before and after
     high            dimensions of an int4 cache that have 8 bits
     """
     TILES = 2 if packed and head_dim <= 128 else 1
@@ -43,10 +49,11 @@ def attend(head_dim, kv, PART, packed):
     CHUNKS = -(-head_dim // 32)
     PAIRS = -(-head_dim // 64)  # groups of 16 dimensions of a warp
     ACC = TILES * PAIRS * 8
-    STRIDE = -(-head_dim // 32) * 32 + 32  # lines of a cache: no block has read what another one writes
+    LEVELS = (PART // PAGE).bit_length()
     head_of = places(kv)
     WORDS, look_at_values, make_scores, add_values = pages_of(kv, head_dim, TILES)
     make_query, make_weights = rows_of(M, head_dim)
+    leave, add, put = parts_of(head_dim)
 
     def together_of(group):
         # Token rows of a block.
@@ -55,14 +62,18 @@ def attend(head_dim, kv, PART, packed):
     def row_tiles(tokens, group):
         return T.ceildiv(tokens, together_of(group)) if packed else tokens
 
-    def part_tiles(parts):
-        return 1 if packed else T.max(parts, 1)
+    def part_tiles(parts, taken):
+        return 1 if packed else T.max(T.ceildiv(parts, taken), 1)
+
+    def taken_of(parts, taken, count):
+        # Parts of a block of threads, of `count` that a row sees.
+        return count if packed else T.if_then_else(parts > 0, taken, count)
 
     @T.prim_func
     def attend_(q_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle, tables_: T.handle, firsts_: T.handle,
                 lasts_: T.handle, sinks_: T.handle, out_: T.handle, sums_: T.handle, arrived_: T.handle, tokens: T.int32,
                 width: T.int32, heads: T.int32, kv_heads: T.int32, layer: T.int32, window: T.int32, high: T.int32,
-                parts: T.int32, has_sinks: T.int32, scale: T.float32):  # fmt: skip
+                level: T.int32, parts: T.int32, taken: T.int32, has_sinks: T.int32, scale: T.float32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
         q = T.match_buffer(q_, (T.int32(),), "float32")
         pool = T.match_buffer(pool_, (T.int64(),), "uint32")
@@ -80,7 +91,7 @@ def attend(head_dim, kv, PART, packed):
             [
                 kv_heads * T.ceildiv(T.floordiv(heads, kv_heads), M),
                 row_tiles(tokens, T.floordiv(heads, kv_heads)),
-                part_tiles(parts),
+                part_tiles(parts, taken),
             ]
         )
         warp = T.warp_id([WARPS])
@@ -160,7 +171,14 @@ def attend(head_dim, kv, PART, packed):
                 merged[i] = T.float32(0)
 
         @T.inline
-        def finish(lead, ends):
+        def begin_part():
+            total[0] = T.float32(0)
+            most[1] = T.float32(MASKED_SCORE)
+            for i in T.unroll(ACC):
+                acc[i] = T.float32(0)
+
+        @T.inline
+        def end_rows():
             # A sink is one more score, whose value is nothing: the sum alone has it.  That is relative to the largest of the
             # others, so it is infinite, and the result 0, where a sink is so much larger that they have no share.
             if mine == 0 and has_sinks != 0 and within < group:
@@ -172,6 +190,10 @@ def attend(head_dim, kv, PART, packed):
                     all_[0] <= T.float32(MASKED_SCORE), T.reinterpret("float32", T.uint32(NAN_BITS)), all_[1]
                 )
             T.cuda.cta_sync()
+
+        @T.inline
+        def finish(lead, ends):
+            end_rows()
             for m in T.unroll(TILES):
                 for i in T.unroll(2):
                     r: T.let = m * 16 + i * 8 + g
@@ -187,48 +209,19 @@ def attend(head_dim, kv, PART, packed):
                                     ] = merged[(m * PAIRS * 2 + n) * 4 + i * 2 + v] / factors[r]  # fmt: skip
 
         @T.inline
-        def leave_sums(token, active, first_part, last_part):
+        def add_parts(token, count):
             # One token row, so a query row is a head.
-            for i in T.unroll(2):
-                for n in T.unroll(PAIRS * 2):
-                    for v in T.unroll(2):
-                        r: T.let = i * 8 + g
-                        d: T.let = dimension(n, v, warp, t)
-                        if r < held and tile % tiles * M + r < group and d < head_dim:
-                            sums[((token * heads + kv_head * group + tile % tiles * M + r) * parts + at_part) * STRIDE + d] = (
-                                merged[n * 4 + i * 2 + v]
-                            )
-            if active and mine < 2:
-                sums[((token * heads + head) * parts + at_part) * STRIDE + STRIDE - 32 + mine] = T.if_then_else(
-                    mine == 0, all_[0], all_[1]
-                )
             T.cuda.cta_sync()
-            if tid == 0:
-                T.cuda.thread_fence()  # after the barrier, so of what all threads wrote (PTX memory model, cumulativity)
-                before[0] = T.cuda.atomic_add(arrived.ptr_to([token * (kv_heads * tiles) + tile]), 1)
-            T.cuda.cta_sync()
-            if before[0] == last_part - first_part:
-                T.cuda.thread_fence()
-                if tid == 0:
-                    arrived[token * (kv_heads * tiles) + tile] = 0
+            arrive(before, arrived, token * (kv_heads * tiles) + tile, tid)
+            if before[0] == T.ceildiv(count, taken) - 1:
+                begin_to_read(arrived, token * (kv_heads * tiles) + tile, tid)
                 begin()
-                for part in T.serial(first_part, last_part + 1):
-                    for i in T.unroll(2):
-                        for n in T.unroll(PAIRS * 2):
-                            for v in T.unroll(2):
-                                r: T.let = i * 8 + g
-                                d: T.let = dimension(n, v, warp, t)
-                                acc[n * 4 + i * 2 + v] = T.float32(0)
-                                if r < held and tile % tiles * M + r < group and d < head_dim:
-                                    acc[n * 4 + i * 2 + v] = sums[
-                                        ((token * heads + kv_head * group + tile % tiles * M + r) * parts + part) * STRIDE + d
-                                    ]
-                    if active:
-                        most[1] = sums[((token * heads + head) * parts + part) * STRIDE + STRIDE - 32]
-                        total[0] = sums[((token * heads + head) * parts + part) * STRIDE + STRIDE - 31]
-                    fold(active)
-                    T.cuda.cta_sync()
-                finish(0, 1)
+                first_head: T.let = kv_head * group + tile % tiles * M
+                in_use: T.let = T.min(held, group - tile % tiles * M)
+                add(merged, all_, scores, sums, (token * heads + first_head) * parts, count, parts, in_use, within < group
+                    and row < held, row, mine, tid)  # fmt: skip
+                end_rows()
+                put(out, (token * heads + first_head) * (head_dim // 4), merged, factors, in_use, tid)
 
         tag[0] = 0
         if tid <= PAGE:
@@ -253,40 +246,55 @@ def attend(head_dim, kv, PART, packed):
                 if active:
                     own[0] = first_of(firsts, lasts, own_token, window)
                     own[1] = lasts[own_token]
-                first_part: T.let = span[0] // PART
-                last_part: T.let = (span[1] - 1) // PART
-                start: T.let = T.max(at_part, first_part)
-                stop: T.let = T.if_then_else(parts > 0 and not packed, T.min(at_part, last_part), last_part)
+                first_part: T.let = part_of(span[0] // PAGE, level, LEVELS)
+                last_part: T.let = part_of((span[1] - 1) // PAGE, level, LEVELS)
+                each: T.let = taken_of(parts, taken, last_part - first_part + 1)
+                start: T.let = first_part + at_part * each
+                stop: T.let = T.min(last_part, start + each - 1)
+                alone: T.let = last_part - first_part < each
                 if start <= stop:
+                    begins: T.let = T.max(span[0] // PAGE, page_of(start, level, LEVELS))
+                    ends: T.let = T.min(T.ceildiv(span[1], PAGE), page_of(stop + 1, level, LEVELS))
+                    ask_page(pool, pages[tables[token] + begins] + T.Cast("int64", inside[0]), values[0] // kv_heads, values[0],
+                             tid)  # fmt: skip
                     make_query(query, power, q, own_token * width + head * head_dim, active, scale, row, mine)
                     T.cuda.cta_sync()
                     begin()
-                    for part in T.serial(start, stop + 1):
-                        total[0] = T.float32(0)
-                        most[1] = T.float32(MASKED_SCORE)
-                        for i in T.unroll(ACC):
-                            acc[i] = T.float32(0)
-                        for number_ in T.serial(
-                            T.max(span[0] // PAGE, part * (PART // PAGE)),
-                            T.min(T.ceildiv(span[1], PAGE), (part + 1) * (PART // PAGE)),
-                        ):
-                            page: T.let = pages[tables[token] + number_] + T.Cast("int64", inside[0])
-                            tag[0] = tag[0] + 1
-                            of_values: T.let = page + T.Cast("int64", values[0])
-                            look_at_values(words, broken, tag, pool, numbers, of_values, scales[0], high, warp, g, t, tid)
-                            make_scores(scores, query, pool, numbers, page, scales[0], high, warp, g, t)
-                            T.cuda.cta_sync()
-                            make_weights(
-                                weights, factors, most, total, scores, power, broken, tag, own, number_ * PAGE, row, mine
-                            )
-                            T.cuda.cta_sync()
-                            add_values(acc, words, weights, factors, pool, numbers, of_values, scales[0], high, warp, g, t)
-                        fold(own[1] > own[0] and part >= own[0] // PART and part <= (own[1] - 1) // PART)
+                    begin_part()
+                    for number_ in T.serial(begins, ends):
+                        page: T.let = pages[tables[token] + number_] + T.Cast("int64", inside[0])
+                        tag[0] = tag[0] + 1
+                        of_values: T.let = page + T.Cast("int64", values[0])
+                        # Of many dimensions a thread has no register left for what it asks for.
+                        if head_dim <= ASKED_HEAD and number_ + 1 < ends:
+                            ask_page(pool, pages[tables[token] + number_ + 1] + T.Cast("int64", inside[0]),
+                                     values[0] // kv_heads, values[0], tid)  # fmt: skip
+                        look_at_values(words, broken, tag, pool, numbers, of_values, scales[0], high, warp, g, t, tid)
+                        make_scores(scores, query, pool, numbers, page, scales[0], high, warp, g, t)
+                        T.cuda.cta_sync()
+                        make_weights(weights, factors, most, total, scores, power, broken, tag, own, number_ * PAGE, row, mine)
+                        T.cuda.cta_sync()
+                        add_values(acc, words, weights, factors, pool, numbers, of_values, scales[0], high, warp, g, t)
+                        part: T.let = part_of(number_, level, LEVELS)
+                        if number_ + 1 == ends or part_of(number_ + 1, level, LEVELS) != part:
+                            if alone:
+                                fold(
+                                    own[1] > own[0]
+                                    and part >= part_of(own[0] // PAGE, level, LEVELS)
+                                    and part <= part_of((own[1] - 1) // PAGE, level, LEVELS)
+                                )
+                            elif not packed:
+                                leave(
+                                    sums, (token * heads + kv_head * group + tile % tiles * M) * parts + part - first_part, acc,
+                                    most, total, parts, T.min(held, group - tile % tiles * M), active and row < held, row, mine,
+                                    warp, g, t
+                                )  # fmt: skip
+                            begin_part()
                     if not packed:
-                        if parts > 0 and first_part < last_part:
-                            leave_sums(token, active, first_part, last_part)
-                        else:
+                        if alone:
                             finish(lead, span[2])
+                        else:
+                            add_parts(token, last_part - first_part + 1)
                     else:
                         finish(lead, span[2])
 

@@ -20,15 +20,27 @@ from edgeq.targets.cuda.run.angles import Angles
 from edgeq.targets.cuda.supply.pack import Variant
 from edgeq.targets.family_operations import ValueNorm
 from edgeq.targets.graph import Attention, CacheWrite, HeadNorm, HeadRotate, RopeRotate
+from edgeq.targets.rows import PAGE
 
 MAX_HEAD, MAX_CODED_HEAD = 512, 256
 """Dimensions of a head; beyond the second, attention over codes has too few registers."""
 PART = 512
-"""Positions of a part of the context, whose sums are made by themselves."""
+"""Positions of the largest parts of the context, whose sums are made by themselves (kernels/attention_parts.py)."""
+LEVELS = (PART // PAGE).bit_length()
+"""Sizes of parts: a page, two, four and eight; of each OF_A_SIZE parts, of the smallest twice as many."""
+OF_A_SIZE = 4
+PARTS_OF_WINDOW = 16
+"""Parts that a window is to have: where it moves over long contexts, all of its parts would have the largest size."""
 FEW_TOKENS = 64
 """Token rows up to which each has blocks of threads of its own: a recording has as many, and each can be of another session."""
-SIDE_BY_SIDE = 512
+SIDE_BY_SIDE = 1024
 """Rows times parts that are taken side by side; more parts are taken one after the other, to the same bits."""
+QUERIES = 16
+"""Query heads of a kv head that a block of threads has."""
+WAVES = 4
+"""Blocks of threads for each place of the GPU up to which each takes one part."""
+SEVERAL = 4 * PART
+"""Positions that a row sees up to which a block of threads may take several parts: of more, most have the largest size."""
 
 
 def head_norm(lowering: Lowering, op: HeadNorm) -> Sequence[Launch]:
@@ -128,6 +140,7 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
     if op.slopes:
         refuse("scores that grow with the positions of keys (ALiBi)")
     kind = "causal" if op.span < 0 else f"span {op.span}"
+    window = op.window if op.span < 0 else 0
     stride = -(-op.head_dim // 32) * 32 + 32
     arguments = AttendArguments(
         cache=layer_of_cache(lowering, op),
@@ -137,7 +150,8 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
         lasts=lowering.sent(f"last of {kind}"),
         out=lowering.buffer(op.out),
         heads=op.heads,
-        window=op.window if op.span < 0 else 0,
+        window=window,
+        level=level_of(window),
         has_sinks=int(op.sinks is not None),
         sinks=lowering.storage.floats(op.sinks) if op.sinks else 0,
         scale=op.scale,
@@ -147,3 +161,38 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
     literals = op.head_dim, lowering.options.kv.kind, PART
     apart, packed = (Variant("attend", (*literals, several)) for several in (False, True))
     return [Launch(op, lowering.stage, apart, arguments, packed, few_rows=FEW_TOKENS)]
+
+
+def level_of(window: int) -> int:
+    """Parts of an attention have up to 2^level pages; window: 0: it has none."""
+    pages = -(-window // (PARTS_OF_WINDOW * PAGE)) if window else PART // PAGE
+    return min(LEVELS - 1, (pages - 1).bit_length())
+
+
+def part_of(page: int, level: int) -> int:
+    """The part in which a page is."""
+    return min(OF_A_SIZE * size + (page >> size) for size in range(level + 1))
+
+
+def head_blocks(heads: int, kv_heads: int) -> int:
+    """Blocks of threads that a token row has, if each takes all of its parts."""
+    return kv_heads * -(-heads // kv_heads // QUERIES)
+
+
+def side_by_side(tokens: int, reach: int, blocks: int, places: int, window: int = 0) -> tuple[int, int]:
+    """Parts of the context that blocks of threads take side by side, and how many each takes; (0, 1): one takes all.
+
+    It is one as long as all blocks find places on the GPU in WAVES turns, and where parts are large; none is less than a page.
+
+    reach    how many times PART positions the longest context of the run has; 0: not known
+    blocks   of threads that a token row has, if each takes all of its parts
+    places   blocks of threads that the GPU runs side by side
+    """
+    pages, level = reach * PART // PAGE, level_of(window)
+    if not pages or tokens > FEW_TOKENS:
+        return 0, 1
+    seen = min(pages, (window + PAGE - 2) // PAGE + 1) if window else pages
+    # A window begins anywhere in a part: one part more than the same pages have at the beginning, where parts are small.
+    parts = min(part_of(pages - 1, level) + 1, part_of(seen - 1, level) + 2)
+    taken = -(-tokens * blocks * parts // (WAVES * places)) if seen * PAGE <= SEVERAL else 1
+    return (parts, taken) if taken < parts and tokens * parts <= SIDE_BY_SIDE else (0, 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from edgeq.targets.cuda.arguments.heads import AttendArguments
 from edgeq.targets.cuda.arguments.record import Value
 from edgeq.targets.cuda.device.device import Call, Device, Kernel
-from edgeq.targets.cuda.lowering.attention import SIDE_BY_SIDE
+from edgeq.targets.cuda.lowering.attention import head_blocks, side_by_side
 from edgeq.targets.cuda.lowering.context import Launch, Lowered, Routed
 from edgeq.targets.cuda.lowering.largest import Chosen
 from edgeq.targets.cuda.run.requantized import CudaWeights
@@ -17,7 +18,8 @@ from edgeq.targets.target import OnProgress
 
 
 class Reach(NamedTuple):
-    """What a run takes beside its rows: parts of the longest context, where they may be taken side by side, and sessions."""
+    """What a run takes beside its rows: how many times PART positions the longest context has, where parts of it may be taken
+    side by side, and sessions."""
 
     parts: int = 0
     sessions: int = 0
@@ -63,7 +65,10 @@ class ProgramKernels:
         kernel = self.loaded[launch.matmul if launch.matmul and tokens > launch.few_rows else launch.variant]
         scalars = {**launch.arguments.by_name, "tokens": tokens * launch.rows_per_token, "sessions": reach.sessions}
         scalars["pool"] = scalars["numbers"] = self._pool
-        scalars["parts"] = reach.parts if tokens * reach.parts <= SIDE_BY_SIDE else 0
+        if isinstance(made := launch.arguments, AttendArguments):
+            blocks = head_blocks(made.heads, made.cache.kv_heads)
+            places = self._device.multiprocessors * self.blocks_held(launch.variant)
+            scalars["parts"], scalars["taken"] = side_by_side(tokens, reach.parts, blocks, places, made.window)
         scalars |= {name: weights.address(ref) for name, ref in launch.moved.items()} if weights else {}
         return _bound(kernel, scalars, moved)
 

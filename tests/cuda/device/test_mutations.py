@@ -42,27 +42,27 @@ def norm(kernel: Generated, order: int) -> np.ndarray:
 
 
 def attend(kernel: Generated, order: int) -> np.ndarray:
-    """Two query heads and one of keys and values, 100 slots in two pages, which are two parts."""
-    rng = np.random.default_rng(1)
+    """Four query heads and one of keys and values; a row sees 50 slots in one part, the next one 1,600 in 26, side by side."""
+    rng, parts = np.random.default_rng(1), 26
     arrays = {
-        "q": rng.standard_normal((2, 64)).astype(np.float32),
-        "pool": rng.standard_normal(2 * 2 * 64 * 32).astype(np.float16),
-        "pages": np.array([0, 2 * 64 * 32 // 8], np.int64),
+        "q": rng.standard_normal((2, 256)).astype(np.float32),
+        "pool": rng.standard_normal(2 * 2 * 64 * 64).astype(np.float16),
+        "pages": np.arange(parts, dtype=np.int64) % 2 * (2 * 64 * 64 // 8),
         "tables": np.zeros(2, np.int32),
         "firsts": np.zeros(2, np.int32),
-        "lasts": np.array([71, 100], np.int32),
-        "out": np.zeros((2, 64), np.float32),
+        "lasts": np.array([50, 1600], np.int32),
+        "out": np.zeros((2, 256), np.float32),
         "numbers": np.zeros(1, np.float32),
-        "sums": np.zeros((2, 2, 2, 64), np.float32),
+        "sums": np.zeros((2, 4, parts, 96), np.float32),
         "arrived": np.zeros(2, np.int32),
     }
-    scalars = {"tokens": 2, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.2}
-    scalars |= {"sinks": 0, "has_sinks": 0}
-    return launched(kernel, arrays, {**scalars, "parts": 2}, order)["out"]
+    scalars = {"tokens": 2, "width": 256, "heads": 4, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.1}
+    scalars |= {"sinks": 0, "has_sinks": 0, "level": 0, "taken": 1}
+    return launched(kernel, arrays, {**scalars, "parts": parts}, order)["out"]
 
 
 def attend_together(kernel: Generated, order: int) -> np.ndarray:
-    """18 token rows of two sessions in two blocks of threads: 9 rows each, 150 slots in three pages, which are two parts."""
+    """18 token rows of two sessions in two blocks of threads: 9 rows each, 150 slots in three pages, each a part."""
     rng = np.random.default_rng(1)
     arrays = {
         "q": rng.standard_normal((18, 64)).astype(np.float32),
@@ -74,7 +74,7 @@ def attend_together(kernel: Generated, order: int) -> np.ndarray:
         "out": np.zeros((18, 64), np.float32),
     }
     scalars = {"tokens": 18, "width": 64, "heads": 2, "kv_heads": 1, "layer": 0, "window": 0, "high": 0, "scale": 0.2}
-    scalars |= {"sinks": 0, "has_sinks": 0}
+    scalars |= {"sinks": 0, "has_sinks": 0, "level": 1, "taken": 1}
     return launched(kernel, arrays, {**scalars, "parts": 0}, order)["out"]
 
 
@@ -269,7 +269,7 @@ HEADS = Variant("fused_heads", ("f16", False, *FUSED.literals))
 GATED = Variant("fused_activate", ("silu", True, "group", 8, True, True, 32))
 SHARES = 6
 """Barriers of a fused product after which those of its shares come."""
-ATTEND, TOGETHER = (Variant("attend", (32, "f16", *rest)) for rest in ((64, False), (128, True)))
+ATTEND, TOGETHER = (Variant("attend", each) for each in ((64, "f16", 64, False), (32, "f16", 128, True)))
 LOW_RANK = Variant("low_rank", ("f16",))
 SCAN = Variant("state_scan", (True, 32, True))
 DRAW = Variant("draw", (MAX_COUNT, DRAW_NUMBERS))
@@ -315,10 +315,10 @@ MUTATIONS: list[tuple[str, Variant, Run, str, int]] = [
     ("attend: scores of other warps are read too early", ATTEND, attend, BARRIER, 1),
     ("attend: weights of other warps are read too early", ATTEND, attend, BARRIER, 2),
     ("attend: how a part is added is read too early", ATTEND, attend, BARRIER, 3),
-    ("attend: how many parts have come is read too early", ATTEND, attend, BARRIER, 5),
-    ("attend: how a part of another block is added is read too early", ATTEND, attend, BARRIER, 6),
-    ("attend: how a part is added changes before it is read", ATTEND, attend, BARRIER, 7),
-    ("attend: totals of all parts are read too early", ATTEND, attend, BARRIER, 8),
+    ("attend: how many parts have come is read too early", ATTEND, attend, BARRIER, 6),
+    ("attend: how parts of other blocks are added is read too early", ATTEND, attend, BARRIER, 7),
+    ("attend: how parts are added changes before it is read", ATTEND, attend, BARRIER, 8),
+    ("attend: totals of all parts are read too early", ATTEND, attend, BARRIER, 9),
     ("attend: a part is told to be there before others can see it", ATTEND, attend, FENCE, 0),
     ("attend: other parts are read before they can be seen", ATTEND, attend, FENCE, 1),
     ("attend: a part does not tell that it is there", ATTEND, attend, ARRIVAL, 0),

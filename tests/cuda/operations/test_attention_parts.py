@@ -11,9 +11,9 @@ from edgeq.format.records import KvCodec
 from edgeq.targets.cuda.lowering import attention
 from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.run.graphs import ROW_CLASSES
-from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.graph import Attention, CacheSpec, CacheWrite, Embed, Graph, Linear, Select
 from edgeq.targets.rows import PAGE, Rows
+from edgeq.targets.target import Program
 from tests.cuda.comparing import program_of
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
 from tests.targets.cases import Arrays, recording
@@ -22,8 +22,10 @@ from tests.targets.test_cache import identity
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
 HEADS, KV_HEADS, HEAD = 6, 2, 20
-LENGTHS = (3, PART, PART + 1, 2 * PART + 70, 3 * PART - 1)
-"""Contexts of five sessions: one part or several, and ends of them."""
+SEEN = (1, 63, 64, 65, 511, 512, 513, 2000)
+"""Positions that rows of two sessions in turn see: one part or several, and ends of parts and of pages."""
+FILLED = 2000
+TOKENS = np.random.default_rng(1).integers(0, 128, (2, FILLED)).astype(np.int32)
 
 
 def graph_of(arrays: Arrays, window: int) -> Graph:
@@ -41,21 +43,21 @@ def graph_of(arrays: Arrays, window: int) -> Graph:
     return Graph({"x": q + 2 * k, "a": q, "y": q}, operations, "y", (CacheSpec(KV_HEADS, HEAD, HEAD),))
 
 
-def filled(program: CudaProgram, length: int) -> list[object]:
-    """The pages of a session after `length` random tokens."""
-    pages = [program.new_page() for _ in range(-(-length // PAGE) + 1)]
-    tokens = np.random.default_rng(length).integers(0, 128, length).astype(np.int32)
+def filled(program: Program, session: int, length: int) -> list[object]:
+    """The pages of a session after `length` of its tokens."""
+    pages = [program.new_page() for _ in range(-(-length // PAGE))]
     for first in range(0, length, 256):
         places = np.arange(first, min(length, first + 256), dtype=np.int32)
-        program.run(Rows(tokens[places], places[None], places, places * 0, [pages], places[:0]))
+        program.run(Rows(TOKENS[session, places], places[None], places, places * 0, [pages], places[:0]))
     return pages  # type: ignore[return-value]
 
 
-def run(program: CudaProgram, pages: Sequence[list[object]], which: Sequence[int]) -> np.ndarray:
-    """The next token of these sessions."""
-    slots = np.array([LENGTHS[i] for i in which], np.int32)
-    every = np.arange(len(which), dtype=np.int32)
-    rows = Rows(slots % 128, slots[None], slots, every, [pages[i] for i in which], every)  # type: ignore[misc]
+def run(program: Program, pages: Sequence[list[object]], which: Sequence[int]) -> np.ndarray:
+    """Rows that see so many positions of their session, each as the next token of it: what it writes is there already."""
+    slots = np.array([SEEN[i] - 1 for i in which], np.int32)
+    every, sessions = np.arange(len(which), dtype=np.int32), np.array(which) % 2
+    held = [pages[of][: slot // PAGE + 1] for of, slot in zip(sessions, slots, strict=True)]
+    rows = Rows(TOKENS[sessions, slots], slots[None], slots, every, held, every)  # type: ignore[arg-type]
     with recording(program):
         return program.run(rows).copy()
 
@@ -64,7 +66,7 @@ def run(program: CudaProgram, pages: Sequence[list[object]], which: Sequence[int
     ("kv", "window", "order"),
     [
         (KvCodec(), 0, FORWARD),
-        (KvCodec(), PART + 40, BACKWARD),
+        (KvCodec(), 1100, BACKWARD),
         (KvCodec("int8"), 0, SHUFFLED),
         (KvCodec("int4"), 100, FORWARD),
     ],
@@ -75,17 +77,22 @@ def test_parts_side_by_side_give_the_bits_of_parts_in_turn_alone_and_together(
     arrays = Arrays()
     graph = graph_of(arrays, window)
     program, reference = (program_of(graph, arrays, 256, kv=kv, order=each) for each in (order, None))
-    assert isinstance(program, CudaProgram)
-    pages, theirs = ([filled(each, length) for length in LENGTHS] for each in (program, reference))  # type: ignore[arg-type]
-    together = run(program, pages, range(5))
-    for i in range(5):
-        assert np.array_equal(run(program, pages, [i])[0], together[i]), LENGTHS[i]
-    monkeypatch.setattr("edgeq.targets.cuda.run.kernels.SIDE_BY_SIDE", 0)
-    assert np.array_equal(run(program, pages, range(5)), together)
-    monkeypatch.undo()
+    pages, theirs = (
+        [filled(each, session, length) for session, length in enumerate((SEEN[-2], FILLED))] for each in (program, reference)
+    )
+    every = range(len(SEEN))
+    together = run(program, pages, every)
+    for i in every:
+        assert np.array_equal(run(program, pages, [i])[0], together[i]), SEEN[i]
+    level = attention.level_of(window)
+    for taken in (1, 3, 0):
+        parts = attention.part_of(FILLED // PAGE, level) + 1 if taken else 0
+        with monkeypatch.context() as patched:
+            patched.setattr("edgeq.targets.cuda.run.kernels.side_by_side", lambda *_, of=(parts, taken or 1): of)
+            assert np.array_equal(run(program, pages, every), together), taken
     # What has arrived is counted from zero again.
     assert np.array_equal(run(program, pages, [4, 3, 0]), together[[4, 3, 0]])
-    wanted = run(reference, theirs, range(5))  # type: ignore[arg-type]
+    wanted = run(reference, theirs, every)
     assert np.abs(together - wanted).max() < 3e-3 * np.abs(wanted).max()
 
 
@@ -116,3 +123,20 @@ def test_sessions_in_a_block_of_threads_do_not_touch_each_other(kv: KvCodec) -> 
 
 def test_a_part_is_whole_pages_and_a_recording_takes_the_kernel_for_few_rows() -> None:
     assert PART % PAGE == 0 and attention.SIDE_BY_SIDE >= attention.FEW_TOKENS >= ROW_CLASSES[-1]
+
+
+def test_parts_are_as_many_as_the_gpu_has_places_for_and_a_row_sees_no_more_of_them() -> None:
+    few, many = 8, 500
+    assert attention.side_by_side(1, 1, few, 32) == (8, 1), "a page for each block of threads"
+    assert attention.side_by_side(16, 1, few, 64) == (8, 4), "four blocks for each place"
+    assert attention.side_by_side(64, 1, few, 64) == (0, 1), "each row has a place"
+    assert attention.side_by_side(1, 0, few, 64) == attention.side_by_side(65, 1, few, many) == (0, 1)
+    assert attention.side_by_side(4, 16, few, 64) == (28, 1), "large parts are not taken together"
+    assert attention.side_by_side(64, 16, few, many) == (0, 1), "no room for their sums"
+    for window in (1, 65, 512, 1100, 5000):
+        level = attention.level_of(window)
+        for reach in (1, 2, 8, 16):
+            parts, _ = attention.side_by_side(1, reach, few, many, window)
+            for last in range(1, reach * PART + 1, 61):
+                first, end = (attention.part_of(slot // PAGE, level) for slot in (max(0, last - window), last - 1))
+                assert end - first < parts, (window, last)

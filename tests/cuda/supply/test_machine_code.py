@@ -1,11 +1,14 @@
-"""The order of instructions in the machine code of fused products: what is read is asked for before anything waits for it."""
+"""The order of instructions in the machine code of fused products and of attention: what is read is asked for before anything
+waits for it."""
 
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 
 import pytest
 
+from edgeq.targets.cuda.lowering.attention import PART
 from edgeq.targets.cuda.supply import build, nvrtc
 from edgeq.targets.cuda.supply.pack import Variant
 
@@ -74,3 +77,17 @@ def test_a_round_is_asked_for_before_the_first_of_its_products(variant: Variant,
     first = form.index("arithmetic")
     assert form[:first].count("load") >= 12
     assert "load" not in form[first:]
+
+
+@pytest.mark.exhaustive
+def test_eight_parts_of_a_context_are_asked_for_before_the_first_of_them_is_added() -> None:
+    if reason := nvrtc.refusal():
+        pytest.skip(reason)
+    (generated,) = build.kernels([Variant("attend", (64, "f16", PART, False))])
+    compiled = nvrtc.compiled(generated, "sm_87")
+    assert not compiled.spilled and compiled.registers <= MAX_REGISTERS
+    kinds = [kind for kind, _ in instructions(compiled.image)]
+    last = max(i for i, kind in enumerate(kinds) if kind == "product")
+    waits = [last, *(i for i, kind in enumerate(kinds) if i > last and kind in ("arithmetic", "barrier", "branch")), len(kinds)]
+    # The eighth may come after a product of the sums so far, which waits for none of them.
+    assert max(kinds[begin:end].count("load") for begin, end in pairwise(waits)) >= 7

@@ -15,6 +15,7 @@ from edgeq.tools.lab.gpu_roofline.prediction import (
     EXPECTED,
     HOST,
     WORSE,
+    AttentionWork,
     ProductWork,
     Token,
     product_bounds,
@@ -48,16 +49,28 @@ def test_waves_norms_and_shares_change_the_chain_as_they_do_on_a_gpu() -> None:
 
 
 def test_a_token_is_the_sum_of_its_launches_and_no_shorter_than_what_the_host_does() -> None:
-    token = Token([WORK, replace(WORK, rows=128256, ctas=64)], layers=3, launches=3 * 2 + 1 + 4, kv_bytes=2048, context=256)
+    works = [WORK, replace(WORK, rows=128256, ctas=64)]
+    token = Token(works, layers=3, launches=3 * 2 + 1 + 4, kv_bytes=2048, context=256, heads=8)
     gpu, whole = token.seconds(AGX, CODEC, EXPECTED)
     layer, head = (product_bounds(work, AGX, CODEC, EXPECTED).seconds for work in token.products)
-    attention, others = 4 * 2500 / 1.3e9, 4 * 2000 / 1.3e9
+    # Four parts of a page, of which each has a block of threads.
+    attention, others = (2500 + 1900) / 1.3e9, 4 * 2000 / 1.3e9
     assert gpu == pytest.approx(3 * (layer + attention) + head + others + 11 * 2.5e-6)
     assert whole == pytest.approx(gpu + BOARD_HOST / 64)
     for assumed, faster in ((WORSE, EXPECTED), (EXPECTED, BETTER)):
         assert token.seconds(AGX, CODEC, assumed)[1] > token.seconds(AGX, CODEC, faster)[1]
     small = replace(token, products=[WORK, WORK])
     assert small.seconds(H200, CODEC, BETTER)[1] == pytest.approx(HOST * 65 / 64)
+
+
+def test_parts_of_a_context_shorten_the_chain_of_attention() -> None:
+    short, one = (AttentionWork(context, 8, 132) for context in (512, 64))
+    assert (list(short.blocks), short.chain) == ([1] * 8, 2500 + 1900) and one.chain == 2500
+    # 28 parts, of which the last 12 have eight pages each; where 8 blocks of threads have a place, each of them has 28 in turn.
+    long = AttentionWork(8192, 8, 132)
+    assert list(long.blocks) == [1] * 8 + [2] * 4 + [4] * 4 + [8] * 12
+    assert long.chain == 2500 + 7 * 1900 + 2 * 1900
+    assert replace(long, multiprocessors=4).chain == 28 * 2500 + 100 * 1900 + 2 * 1900
 
 
 def test_every_board_of_the_page_has_a_clock_and_servers_are_among_them() -> None:

@@ -20,20 +20,26 @@ from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.runtime.network.decoder import decoder
 from edgeq.system.devices import DEVICES, DeviceSpec
+from edgeq.targets.cuda.lowering.attention import head_blocks
 from edgeq.targets.cuda.supply.nvrtc import COMPILED_FOR
+from edgeq.targets.rows import PAGE
 from edgeq.targets.target import Options
 from edgeq.tools.lab.gpu_roofline.codecs import codecs_section
 from edgeq.tools.lab.gpu_roofline.prediction import (
+    ADD_PARTS,
+    ADDED_TOGETHER,
+    ATTENTION_HELD,
     BETTER,
     BOARD_HOST,
     BYTES_PER_CLOCK,
     CLOCKS,
     EXPECTED,
+    FIRST_PAGE,
     HOST,
-    PAGE,
-    PAGE_CLOCKS,
+    NEXT_PAGE,
     UNSEEN,
     WORSE,
+    AttentionWork,
     ProductWork,
     Token,
     product_bounds,
@@ -92,6 +98,8 @@ BARS = (
 BOARDS = (*dict.fromkeys(bar.device for bar in BARS), "h100", "h200")
 ONE_BY_ONE = ("llama-3.2-1b", "llama-3.1-8b")
 """Shapes whose products have a table of their own, as the first run on a GPU measures them."""
+ATTENDING, ATTENDED, CONTEXTS = "llama-3.2-1b", ("jetson-agx-orin-64gb", "rtx-4090", "h200"), (64, 256, 512, 2048, 8192)
+"""The shape, devices and positions of the table of attention."""
 
 
 def config_of(name: str) -> ModelConfig:
@@ -188,7 +196,34 @@ def token_of(whole_model: Shape, device: DeviceSpec) -> Token:
     config = whole_model.config
     kv_bytes = 2 * config.num_key_value_heads * config.head_dim * 2
     works = [work_of(row) for row in whole_model.asked if row.device is device]
-    return Token(works, config.num_hidden_layers, whole_model.launches, kv_bytes, CONTEXT)
+    heads = head_blocks(config.num_attention_heads, config.num_key_value_heads)
+    return Token(works, config.num_hidden_layers, whole_model.launches, kv_bytes, CONTEXT, heads)
+
+
+def attention_section(config: ModelConfig) -> Iterator[str]:
+    heads = head_blocks(config.num_attention_heads, config.num_key_value_heads)
+    kv_bytes = 2 * config.num_key_value_heads * config.head_dim * 2
+    yield f"""
+## Attention
+
+Of a layer of {ATTENDING}, one token, a cache of f16. A block of threads takes {FIRST_PAGE:,} clocks for its first page of
+{PAGE} positions and {NEXT_PAGE:,} for each that follows, which it has asked for before; the parts of a context, side by
+side, {ADD_PARTS:,} more for up to {ADDED_TOGETHER} of them to be left and added. {ATTENTION_HELD} blocks of threads
+have a place on a multiprocessor. Beside it what the chain was when a block of threads took up to 512 positions at
+{FIRST_PAGE:,} clocks a page, and 600 clocks to add each part.
+
+| device | positions | blocks of threads | pages of one | bytes, µs | chain, µs | before, µs |
+|---|---|---|---|---|---|---|"""
+    for name in ATTENDED:
+        device = DEVICES[name]
+        for context in CONTEXTS:
+            work = AttentionWork(context, heads, device.multiprocessors)
+            read = context * kv_bytes / (EXPECTED.share * device.bandwidth)
+            parts, places = -(-context // 512), device.multiprocessors * ATTENTION_HELD
+            pages = -(-context // PAGE)
+            before = FIRST_PAGE * max(min(8, pages), heads * pages / places) + 600 * parts * (parts > 1)
+            times = " | ".join(f"{1e6 * each:.1f}" for each in (read, *(n / CLOCKS[name] for n in (work.chain, before))))
+            yield f"| {name} | {context:,} | {heads * len(work.blocks)} | {max(work.blocks)} | {times} |"
 
 
 def decode_line(device: DeviceSpec, model: str, whole_model: Shape) -> str:
@@ -256,7 +291,7 @@ Greedy, {CONTEXT} positions of context. Each launch takes as long as the slowest
   each, times the waves in which its blocks of threads find places;
 - the instructions of all warps, of which a multiprocessor issues four in a clock: {BYTES_PER_CLOCK:.0f} bytes of weights.
 
-Attention takes {PAGE_CLOCKS:,} clocks for a page of {PAGE} positions, one after another. The gap is {gaps[1]} µs
+Attention takes its bytes, or [the chain of a block of threads](#attention). The gap is {gaps[1]} µs
 ({gaps[2]} to {gaps[0]}), the clocks are assumed too. The host takes {hosts[0]} µs a token, on a board {hosts[1]}, while the
 GPU works, but for one token in {UNSEEN}: a token is no shorter than that. The share of the peak is that of the bytes of
 weights over the whole token, the duty cycle of the memory. The range has the worse, then the better of the assumed share
@@ -284,6 +319,7 @@ all waves; blocks of threads are those of all shares.
             if DEVICES[board].longest_context(bytes_per_token(configs[name], CODEC), 1):
                 token = token_of(shapes[name], DEVICES[board])
                 yield from (product_line(DEVICES[board], name, work) for work in token.products)
+    yield from attention_section(shapes[ATTENDING].config)
     yield f"""
 ## Bytes in flight
 

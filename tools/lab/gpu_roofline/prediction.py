@@ -9,11 +9,14 @@ mma (33); a measurement of any product (`first_run`, steps "products" and "ncu")
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgeq.format.codec import Codec
 from edgeq.system.devices import DeviceSpec
+from edgeq.targets.cuda.lowering.attention import PART, level_of, part_of, side_by_side
+from edgeq.targets.rows import PAGE
 
 GHZ = 1e9
 CLOCKS = {
@@ -39,8 +42,15 @@ FORM, BLOCK, NORM, NORM_CHANNELS = 1200, 820, 300, 2048
 channels, 270 + 2 * 150 + 250; of the norm for so many channels.  Each waits for L2 once, of a round of input twice."""
 NORM_ENDS, ENDS, SHARES = 400, 500, 1500
 """Clocks of the two sums over a block of threads that end a norm, of what ends a launch, of adding what shares have left."""
-PAGE, PAGE_CLOCKS, OTHER = 64, 2500, 2000
-"""Clocks of attention for a page of so many positions, and of a launch that is neither attention nor a product."""
+OTHER = 2000
+"""Clocks of a launch that is neither attention nor a product."""
+FIRST_PAGE, NEXT_PAGE = 2500, 1900
+"""Clocks of attention for the first page of a block of threads, and for one whose keys and values were asked for while it had
+the page before: it waits for L2 twice, not for memory (570 clocks)."""
+ADD_PARTS, ADDED_TOGETHER = 1900, 24
+"""Clocks of leaving the sums of parts and adding those of so many: four times L2 (270), a counter (500), arithmetic (300)."""
+ATTENTION_HELD = 2
+"""Blocks of threads of attention that a multiprocessor holds at least, as the compiler is asked for."""
 BYTES_PER_CLOCK = 4 * 1024 / 202
 """Bytes of weights for which a multiprocessor can issue instructions: 202 for 2,048 weights of a warp, four in a clock."""
 
@@ -129,12 +139,43 @@ def product_bounds(work: ProductWork, device: DeviceSpec, codec: Codec, assumed:
 
 
 @dataclass(frozen=True)
+class AttentionWork:
+    """Attention of a token row over `context` positions on a GPU of so many multiprocessors.
+
+    heads   blocks of threads that the row has, if each takes the whole context
+    """
+
+    context: int
+    heads: int
+    multiprocessors: int
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Pages of the blocks of threads of a head that take parts side by side."""
+        pages, places = -(-self.context // PAGE), self.multiprocessors * ATTENTION_HELD
+        reach = 1 << (-(-self.context // PART) - 1).bit_length()
+        parts, taken = side_by_side(1, reach, self.heads, places)
+        each = taken if parts else pages
+        return list(Counter(part_of(page, level_of(0)) // each for page in range(pages)).values())
+
+    @property
+    def chain(self) -> float:
+        """Clocks of the longest block of threads, or of all if their places have less time, and of adding the parts."""
+        pages = self.blocks
+        each = [FIRST_PAGE + (count - 1) * NEXT_PAGE for count in pages]
+        parts = part_of(-(-self.context // PAGE) - 1, level_of(0)) + 1
+        adding = ADD_PARTS * -(-parts // ADDED_TOGETHER) if len(pages) > 1 else 0
+        return max(max(each), self.heads * sum(each) / (self.multiprocessors * ATTENTION_HELD)) + adding
+
+
+@dataclass(frozen=True)
 class Token:
     """A decoded token, whose layers are alike.
 
     products   of a layer, and the head at the end
     launches   of the whole token
     kv_bytes   of a position of the cache, of a layer
+    heads      blocks of threads of attention that a token row has, if each takes the whole context
     """
 
     products: Sequence[ProductWork]
@@ -142,13 +183,14 @@ class Token:
     launches: int
     kv_bytes: int
     context: int
+    heads: int
 
     def seconds(self, device: DeviceSpec, codec: Codec, assumed: Assumed) -> tuple[float, float]:
         """Seconds of the GPU, and until the next token: the host prepares it while the GPU works, but for one of UNSEEN."""
         clock = CLOCKS[device.name]
         each = [product_bounds(work, device, codec, assumed).seconds for work in self.products]
         read = self.context * self.kv_bytes / (assumed.share * device.bandwidth)
-        attention = max(read, -(-self.context // PAGE) * PAGE_CLOCKS / clock)
+        attention = max(read, AttentionWork(self.context, self.heads, device.multiprocessors).chain / clock)
         others = self.launches - self.layers * len(self.products) - 1
         gpu = self.layers * (sum(each[:-1]) + attention) + each[-1] + others * OTHER / clock + self.launches * assumed.gap
         host = BOARD_HOST if device.cores else HOST
