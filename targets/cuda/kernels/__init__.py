@@ -4,6 +4,8 @@ This folder alone imports tvm.  Sizes are scalars of a launch; only what changes
 generates nothing.  A vector load wants its multiple visible where it is: `buffer[unit * 8 + v]`.
 """
 
+from collections.abc import Sequence
+
 from edgeq.targets.cuda.kernels.attention import attend
 from edgeq.targets.cuda.kernels.cache import cache_write, cache_write_int4, cache_write_int8
 from edgeq.targets.cuda.kernels.draw import draw
@@ -52,3 +54,13 @@ RESIDENT = {
 }
 """Blocks that a multiprocessor is to hold.  Left to itself, the compiler aimed at 12 of most or 3 of `matmul`, and
 spilled registers of some variants for them."""
+
+
+def rolled(kernel: str, literals: Sequence[object]) -> bool:
+    """Whether loops of a constant length reach the compiler as loops, which it unrolls.
+
+    The text of `matmul` is a tenth as long then, and is made and compiled in less than half of the time, with the same
+    instructions.  In groups of 16 and odd bits the compiler leaves loops, and an array in memory.  All other kernels come
+    unrolled: some take more registers as loops (`attend` up to 250 where it took 193), and fused products take as long.
+    """
+    return kernel == "matmul" and literals[-1] != 16

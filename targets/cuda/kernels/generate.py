@@ -25,7 +25,7 @@ from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from edgeq.targets.cuda.arguments import RECORDS
 from edgeq.targets.cuda.arguments.record import check_parameters
-from edgeq.targets.cuda.kernels import FUNCTIONS, RESIDENT
+from edgeq.targets.cuda.kernels import FUNCTIONS, RESIDENT, rolled
 from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Parameter, Variant
 
 ARCH = "sm_80"
@@ -43,6 +43,8 @@ BINARY = {
 }
 PREAMBLE_END = "#define ushort unsigned short\n#endif\n"
 DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
+LOOPS = {"tirx.UnrollLoop": {"explicit_unroll": False}}
+"""T.unroll becomes a loop after `#pragma unroll`."""
 
 
 def parser_of(macro: ScriptMacro):
@@ -108,7 +110,7 @@ def generate(variant: Variant) -> Generated:
     target = Target({"kind": "cuda", "arch": ARCH, "max_shared_memory_per_block": 49152, "max_threads_per_block": 1024,
                      "thread_warp_size": 32}, host="llvm")  # fmt: skip
     module = tvm.IRModule({variant.symbol: function})
-    with target, tvm.transform.PassContext(opt_level=3):
+    with target, tvm.transform.PassContext(opt_level=3, config=LOOPS if rolled(variant.kernel, variant.literals) else None):
         pipeline, _, finish = compilation_pipeline.get_tir_pipeline("tirx")
         host, devices = split_host_device_mods(pipeline(tirx.transform.BindTarget(target)(module)))
         ((device_target, device),) = devices.items()

@@ -71,7 +71,7 @@ class Compiled:
 
     image       machine code, or PTX where the architecture is a virtual one; its numbers are 0 there
     shared      bytes of shared memory of a block
-    spilled     bytes of registers that a thread keeps in memory instead
+    spilled     bytes that a thread keeps in memory: registers, and arrays whose indices are not constant
     """
 
     arch: str
@@ -114,5 +114,5 @@ def _result(generated: Generated, arch: str, image: bytes | None, log: str) -> C
     if arch.startswith("compute_"):
         return Compiled(arch, image)
     registers, shared = (re.search(pattern, log) for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem"))
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+    spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill)", log)))
     return Compiled(arch, image, int(registers[1]) if registers else MAX_REGISTERS, int(shared[1]) if shared else 0, spilled)
