@@ -7,6 +7,7 @@ are read from the call that it generates for the host, and leave as names and ex
 import builtins
 import inspect
 import os
+import pickle
 import re
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ os.environ.setdefault("TVM_COMPILE_FORCE_FALLBACK", "1")
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.script.parser.core import doc, evaluator
+from tvm.script.parser.core import diagnostics, doc, evaluator
 from tvm.script.parser.core.diagnostics import Source
 from tvm.script.parser.core.parser import ScriptMacro
 from tvm.target import Target
@@ -65,22 +66,41 @@ ScriptMacro._find_parser_def = parser_of
 NESTED = re.compile(r"^\s+@", re.M)
 """A decorated function within another one: the parser takes its decorator away and moves its lines when it visits it."""
 parsed_once = lru_cache(maxsize=1024)(doc.parse)
+block_once = lru_cache(maxsize=1024)(diagnostics.getsourcelines)
+
+
+@lru_cache(maxsize=64)
+def pickled(source: str) -> bytes:
+    return pickle.dumps(doc.parse(source))
 
 
 def tree_of(source: Source):
-    return doc.parse(source.source) if NESTED.search(source.source) else parsed_once(source.source)
+    return pickle.loads(pickled(source.source)) if NESTED.search(source.source) else parsed_once(source.source)
 
 
-# TVM reads the text of an inline function again at each of its calls.
+# TVM reads the text of an inline function again at each of its calls, and that of a kernel for each of its variants.
 Source.as_ast = tree_of
+diagnostics.getsourcelines = lambda function: block_once(inspect.unwrap(function).__code__)
+
+
+def visited(self: evaluator.ExprEvaluator, node):
+    """TVM notes where each part of an expression stands, this the statement that it is of."""
+    if isinstance(node, list | tuple):
+        return type(node)(self._visit_node(each) for each in node)
+    return self._visit_node(node)
+
+
+evaluator.ExprEvaluator._visit = visited
 
 compiled_expression = evaluator._eval_expr
+CALLED = "__edgeq_function", "__edgeq_arguments", "__edgeq_named"
+CALL = compile("{}(*{}, **{})".format(*CALLED), "<call>", "eval")
 
 
 def value_of(node, values):
     """What an expression is: by itself where that is a look-up, else as Python compiles it.
 
-    A call must be compiled: `parser_of` finds `values` as the globals of the frame that makes it.
+    `parser_of` finds `values` as the globals of the frame that makes a call.
     """
     kind = type(node)
     if kind is doc.Name:
@@ -93,6 +113,12 @@ def value_of(node, values):
         return value_of(node.value, values)[value_of(node.slice, values)]
     if kind is doc.Tuple and not any(isinstance(each, doc.Starred) for each in node.elts):
         return tuple(value_of(each, values) for each in node.elts)
+    plain = kind is doc.Call and not any(isinstance(each, doc.Starred) for each in node.args)
+    if plain and all(each.arg for each in node.keywords):
+        arguments = [value_of(each, values) for each in node.args]
+        named = {each.arg: value_of(each.value, values) for each in node.keywords}
+        values |= zip(CALLED, (value_of(node.func, values), arguments, named), strict=True)
+        return eval(CALL, values)
     return compiled_expression(node, values)
 
 
