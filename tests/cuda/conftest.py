@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgeq.errors import EdgeqError
 from edgeq.targets.cuda.supply import build
-from tests.cuda import emulated, real, sanitized
+from tests.cuda import asked, emulated, real, sanitized
 from tests.cuda.asked import Asked
 from tests.cuda.first_run import carried
 from tests.runtime.conftest import model_path
@@ -17,6 +18,7 @@ from tests.runtime.conftest import model_path
 __all__ = ["model_path"]
 
 ASKED = pytest.StashKey[Asked]()
+SEEN = pytest.StashKey[sanitized.Seen]()
 HERE = Path(__file__).parent
 WITHOUT_GPU = {"device", "supply"}
 """The rooms whose tests are no tests of kernels."""
@@ -55,14 +57,19 @@ def pytest_configure(config: pytest.Config) -> None:
     recording = config.getoption("--record-kernels", default=False)
     if recording and config.getoption("numprocesses", default=None) and config.getoption("dist") != "loadfile":
         raise pytest.UsageError("--record-kernels needs all tests of a file in one process: add --dist loadfile or drop -n")
-    config.stash[ASKED] = asked = Asked(recording)
-    emulated.EmulatedDevice.on_load = asked.ask
+    config.stash[ASKED] = Asked(recording)
+    emulated.EmulatedDevice.on_load = config.stash[ASKED].ask
+    config.stash[SEEN] = seen = sanitized.Seen()
+    emulated.EmulatedDevice.on_launch = seen.launched
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """All of a test, with the fixtures that it shares with others."""
     item.config.stash[ASKED].tests = None if without_gpu(item.path) else item.path
+    seen = item.config.stash[SEEN]
+    seen.running = sanitized.chosen(item.nodeid)
+    seen.files.add(item.path.stem)
     return (yield)
 
 
@@ -80,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    if report.when == "call" and report.passed and item.config.stash[SEEN].running:
+        item.config.stash[SEEN].tests.add(item.nodeid.rpartition("/")[2])
     if report.skipped:
         # What it asks for elsewhere stays in the list.
         item.config.stash[ASKED].partly.add(item.path.stem)
@@ -91,9 +100,26 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
         item.config.stash[ASKED].partly.add(item.path.stem)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A process that ran tests beside others, of pytest-xdist, has ended."""
+    if told := getattr(node, "workeroutput", {}).get("sanitized"):
+        node.config.stash[SEEN].add(told[:-1])
+        node.config.stash[ASKED].partly |= set(told[-1])
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    config = session.config
     if exitstatus == pytest.ExitCode.OK:
-        session.config.stash[ASKED].write()
+        config.stash[ASKED].write()
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["sanitized"] = [*config.stash[SEEN].told(), sorted(config.stash[ASKED].partly)]
+        return
+    missing = config.stash[SEEN].missing(asked.every(), config.stash[ASKED].partly)
+    # On a GPU nothing is told of launches.
+    if missing and exitstatus == pytest.ExitCode.OK and not config.getoption("--gpu", default=False):
+        config.get_terminal_writer().line(f"\nFAILED {missing}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

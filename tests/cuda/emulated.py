@@ -234,13 +234,14 @@ class EmulatedDevice:
     level      how much g++ optimizes its kernels, which gives the same bits
     held       blocks of threads of any kernel that a multiprocessor is to hold
     started    recordings whose steps were not done yet
-    on_load    of all of them: is told which kernels are loaded
+    on_load    of all of them: is told which kernels are loaded;  on_launch: which kernel is launched
     clock      what marks note: 1/16 s more each time that it is asked, whatever else the machine does
     """
 
     name, sm, multiprocessors, integrated = "emulated", 87, 8, False
     held = 4
     on_load: ClassVar[Callable[[list[Variant]], None]] = staticmethod(lambda variants: None)
+    on_launch: ClassVar[Callable[[Variant], None]] = staticmethod(lambda variant: None)
 
     def __init__(self, order: int = FORWARD, level: str = "-O1") -> None:
         self.order, self.level = order, level
@@ -308,6 +309,7 @@ class EmulatedDevice:
         assert isinstance(kernel, EmulatedKernel)
         self.finish()
         generated = kernel.generated
+        self.on_launch(generated.variant)
         if not all(0 < n <= most for n, most in zip(grid, MAX_GRID, strict=True)) or tuple(block[1:]) != (1, 1):
             raise DeviceError(f"{generated.variant.symbol}: a grid of {list(grid)} blocks of {list(block)} threads")
         values = [

@@ -2,12 +2,16 @@
 
 A sanitizer makes a kernel ten to a hundred times slower, so all tests under four of them would take hours.  Chosen are odd
 sizes, every barrier, the kernels whose blocks of threads tell each other by counters, and whole tokens with their recordings.
-test_real.py holds that every name is one of a test and that no kind of kernel is left out.
+A run of all tests fails at its end if a name is none of a test, or if a kind of kernel is left out (conftest.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
 from edgeq.format.codec import Codec
+from edgeq.targets.cuda.supply.pack import Variant
 
 I4, I8, ROW4 = (
     f"{codec}-{columns}"
@@ -68,3 +72,46 @@ TESTS = frozenset(
 
 def chosen(nodeid: str) -> bool:
     return nodeid.rpartition("/")[2] in TESTS
+
+
+@dataclass
+class Seen:
+    """What the chosen tests of a run, or of one of its processes, did.
+
+    running   whether one of them runs now
+    tests     those that passed
+    kinds     of the kernels that they launched
+    files     of tests that ran, by their names without .py
+    """
+
+    running: bool = False
+    tests: set[str] = field(default_factory=set)
+    kinds: set[str] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)
+
+    def launched(self, variant: Variant) -> None:
+        if self.running:
+            self.kinds.add(variant.kernel)
+
+    def told(self) -> list[list[str]]:
+        """What a process tells the one that started it."""
+        return [sorted(each) for each in (self.tests, self.kinds, self.files)]
+
+    def add(self, told: list[list[str]]) -> None:
+        for mine, theirs in zip((self.tests, self.kinds, self.files), told, strict=True):
+            mine.update(theirs)
+
+    def missing(self, asked: Iterable[Variant], partly: Iterable[str]) -> str:
+        """What sanitizers would not see; "" where nothing is missing, or where not all of their files ran.
+
+        asked    the kernels of all tests
+        partly   files of which only some tests ran
+        """
+        if not {name.partition(".py")[0] for name in TESTS} <= self.files - set(partly):
+            return ""
+        absent = sorted(TESTS - self.tests), sorted({variant.kernel for variant in asked} - self.kinds)
+        return "; ".join(
+            f"{what}: {', '.join(names)}"
+            for what, names in zip(("sanitized.py names no test with", "no test of sanitized.py launches"), absent, strict=True)
+            if names
+        )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +13,14 @@ import pytest
 
 from edgeq.targets.cuda.supply import nvrtc
 from edgeq.targets.cuda.supply.pack import Variant
-from tests.cuda import asked, conftest, emulated, imitated, kernels, sanitized
+from tests.cuda import asked, conftest, imitated, kernels, sanitized
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
 ROOM = Path(__file__).parents[1] / "operations"
-TESTS = "test_largest", "test_attention_parts"
-"""Single kernels, and programs."""
+SINGLE, PROGRAM = "test_largest.py::test_rows_of_several_slices", "test_cuda_layers.py::test_a_cap"
+OF_PROGRAM = [Variant("float_product", ("f32",)), Variant("read_memory"), Variant("select"), Variant("soft_cap")]
+"""Its kernels, beside those of the largest numbers."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,60 +30,39 @@ def needed() -> None:
 
 
 def run(tests: Sequence[str], pack: Path, made: Path, cache: Path, **settings: object) -> subprocess.CompletedProcess[str]:
-    paths = [ROOM / f"{name}.py" for name in tests]
+    paths = [ROOM / name for name in tests]
     command = "-m", "pytest", "-q", "--gpu", "--pack", pack, *paths
     return imitated.run(*command, cache=cache, kernels=made, bare=True, **settings)
 
 
 def test_tests_run_from_the_pack_of_their_kernels_and_from_no_other(tmp_path: Path) -> None:
-    variants = sorted(set().union(*map(asked.listed, TESTS)), key=lambda variant: variant.symbol)
+    variants = [*asked.listed("test_largest") - {*OF_PROGRAM}, *OF_PROGRAM]
     made = imitated.kernels(variants, tmp_path / "made")
     kernels.main(["sm_87"], variants, tmp_path / "whole")
     contexts = tmp_path / "contexts"
-    ran = run(TESTS, tmp_path / "whole", made, tmp_path / "cache", contexts=contexts)
+    ran = run([SINGLE, PROGRAM], tmp_path / "whole", made, tmp_path / "cache", contexts=contexts)
     assert ran.returncode == 0 and "passed" in ran.stdout and "skipped" not in ran.stdout, ran.stdout
     # A context takes tenths of a second on a GPU, and there are thousands of launches.
     assert len(contexts.read_text().splitlines()) == 1
     kernels.main(["sm_87"], variants[:-1], tmp_path / "less")
-    (tests,) = (name for name in TESTS if variants[-1] in asked.listed(name))
-    ran = run([tests], tmp_path / "less", made, tmp_path / "cache")
+    ran = run([PROGRAM], tmp_path / "less", made, tmp_path / "cache")
     assert ran.returncode == 1 and f"has no {variants[-1].symbol}; make it again with: make kernels" in ran.stdout, ran.stdout
 
 
-class Kinds:
-    """A plugin of pytest that notes the kinds of kernels that a run launches."""
-
-    def __init__(self) -> None:
-        self.found, self.tests = set[str](), set[str]()
-
-    def pytest_sessionstart(self) -> None:
-        launch, found = emulated.EmulatedDevice.launch, self.found
-
-        def noted(device: emulated.EmulatedDevice, kernel: emulated.EmulatedKernel, *rest: Any) -> None:
-            found.add(kernel.generated.variant.kernel)
-            launch(device, kernel, *rest)
-
-        emulated.EmulatedDevice.launch = noted  # type: ignore[method-assign,assignment]
-
-
-def test_what_sanitizers_run_is_there_and_has_every_kind_of_kernel(tmp_path: Path) -> None:
-    """On the emulated device, in a process of its own."""
-    script = """
-        import json, sys, pytest
-        from tests.cuda.device.test_real import Kinds
-        kinds = Kinds()
-        kinds.pytest_itemcollected = lambda item: kinds.tests.add(item.nodeid.rpartition("/")[2])
-        status = pytest.main(["-q", "-m", "sanitize", sys.argv[1]], plugins=[kinds])
-        json.dump([int(status), sorted(kinds.found), sorted(kinds.tests)], open(sys.argv[2], "w"))
-    """
-    told = tmp_path / "kinds.json"
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), ROOM.parent, told], capture_output=True, text=True, check=False
-    )
-    status, kinds, tests = json.loads(told.read_text())
-    assert status == 0, ran.stdout
-    assert set(tests) >= sanitized.TESTS and len(sanitized.TESTS) <= 40
-    assert {variant.kernel for variant in asked.every()} == set(kinds)
+def test_a_name_of_no_test_and_a_kind_of_kernel_are_missed() -> None:
+    """By a run of all files that have chosen tests; what it launches is noted while one of those runs."""
+    files = {name.partition(".py")[0] for name in sanitized.TESTS}
+    first, *others = sorted(sanitized.TESTS)
+    seen, process = sanitized.Seen(tests=set(others), files=files), sanitized.Seen(running=True)
+    process.launched(Variant("select"))
+    process.running = False
+    process.launched(Variant("scale"))
+    seen.add(process.told())
+    missing = seen.missing([Variant("select"), Variant("rope"), Variant("scale")], ())
+    assert missing == f"sanitized.py names no test with: {first}; no test of sanitized.py launches: rope, scale"
+    assert not seen.missing([Variant("rope")], ["test_linear"])
+    seen.add([[first], ["rope"], []])
+    assert not seen.missing([Variant("select"), Variant("rope")], ()) and len(sanitized.TESTS) <= 40
 
 
 def test_files_that_come_first_are_there() -> None:
@@ -118,7 +96,7 @@ def test_without_a_gpu_or_a_pack_for_it_one_line_says_so(tmp_path: Path) -> None
             "kernels for compute_80, sm_87 only; make it again with: make kernels GPU=sm_90",
         ),
     ):
-        ran = run(TESTS, tmp_path / pack, tmp_path, tmp_path / "cache", **settings)
+        ran = run([SINGLE], tmp_path / pack, tmp_path, tmp_path / "cache", **settings)
         (told,) = ran.stderr.strip().splitlines()
         assert ran.returncode == pytest.ExitCode.USAGE_ERROR and words in told and not ran.stdout.strip(), ran.stdout
 
@@ -132,12 +110,12 @@ def test_tests_of_a_file_are_recorded_in_one_process() -> None:
 @pytest.mark.parametrize("skipped", [True, False])
 def test_a_list_keeps_the_kernels_of_tests_that_were_skipped(skipped: bool) -> None:
     stash, recording = pytest.Stash(), asked.Asked(recording=True)
-    stash[conftest.ASKED] = recording
+    stash[conftest.ASKED], stash[conftest.SEEN] = recording, sanitized.Seen()
     item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash), path=Path("test_x.py"))
     hook = conftest.pytest_runtest_makereport(item)
     next(hook)
     with pytest.raises(StopIteration):
-        hook.send(SimpleNamespace(skipped=skipped))
+        hook.send(SimpleNamespace(when="setup", skipped=skipped))
     assert recording.partly == ({"test_x"} if skipped else set())
 
 
