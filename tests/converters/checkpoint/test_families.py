@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from edgeq.converters.convert import convert
 from edgeq.converters.families import recognise, table
 from edgeq.converters.families.rearranged import pairs_apart
-from edgeq.converters.importers import gguf_architectures, gguf_tower_kinds
+from edgeq.converters.importers import gguf_architectures, gguf_towers
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.network.config import ModelConfig
@@ -34,7 +34,7 @@ def test_the_page_lists_every_architecture() -> None:
         re.findall(r"\b\w+(?:ForCausalLM|ForConditionalGeneration|LMHeadModel|ForSequenceClassification|Model)\b", page)
     ) == set(table.FAMILIES)
     columns = [line.split("|")[3] for line in page.splitlines() if line.count("|") in (5, 6)]
-    named = {*gguf_architectures.ARCHITECTURES, *gguf_tower_kinds.TOWERS}
+    named = {*gguf_architectures.ARCHITECTURES, *gguf_towers.TOWERS}
     assert set(re.findall(r"`([\w.-]+)`", "".join(columns))) == named
 
 
