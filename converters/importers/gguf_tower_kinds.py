@@ -156,15 +156,15 @@ def qwen2_vl(file: TowerFile) -> Settings:
     hidden, inner = file.size("embedding_length"), file.inner
     if inner % hidden:
         raise CheckpointError(f"{file.keys.place}: {UP}: {inner} channels are not a multiple of the {hidden} of the tower")
-    sizes = {"embed_dim": hidden, "mlp_ratio": inner // hidden, "hidden_size": file.shape(SECOND)[0]}
-    return _qwen(file, **sizes, hidden_act=file.activation())
+    own = {"embed_dim": hidden, "mlp_ratio": inner // hidden, "hidden_size": file.shape(SECOND)[0]}
+    return _qwen(file, **own, hidden_act=file.activation())
 
 
 def qwen2_5_vl(file: TowerFile) -> Settings:
-    sizes = {"hidden_size": file.size("embedding_length"), "intermediate_size": file.inner}
+    own = {"hidden_size": file.size("embedding_length"), "intermediate_size": file.inner}
     window = file.keys.integer("vision.window_size", WINDOW)
     whole = {"window_size": window, "fullatt_block_indexes": _whole_layers(file), "out_hidden_size": file.shape(SECOND)[0]}
-    return _qwen(file, **sizes, **whole, hidden_act=file.activation())
+    return _qwen(file, **own, **whole, hidden_act=file.activation())
 
 
 def _whole_layers(file: TowerFile) -> list[int]:
@@ -188,7 +188,7 @@ def _whole_layers(file: TowerFile) -> list[int]:
 
 def qwen3_vl(file: TowerFile) -> Settings:
     keys, layers = file.keys, file.layers
-    sizes = {"hidden_size": file.size("embedding_length"), "intermediate_size": file.inner}
+    own = {"hidden_size": file.size("embedding_length"), "intermediate_size": file.inner}
     taps, declared = tapped(file), file.decoder.integer("n_deepstack_layers", 0)
     if len(taps) != declared:
         raise keys.wrong(
@@ -197,7 +197,7 @@ def qwen3_vl(file: TowerFile) -> Settings:
             f"{declared} of {layers} layers, as {file.decoder.architecture}.n_deepstack_layers of {file.decoder.place}",
         )
     ends = {"num_position_embeddings": file.shape(POSITIONS)[0], "out_hidden_size": file.shape(SECOND)[0]}
-    return _qwen(file, **sizes, **ends, deepstack_visual_indexes=taps, hidden_act=file.activation("gelu_pytorch_tanh"))
+    return _qwen(file, **own, **ends, deepstack_visual_indexes=taps, hidden_act=file.activation("gelu_pytorch_tanh"))
 
 
 def tapped(file: TowerFile) -> list[int]:
@@ -210,6 +210,30 @@ def tapped(file: TowerFile) -> list[int]:
     return [int(layer) for layer in np.flatnonzero(found)]
 
 
+def sizes(file: TowerFile, gelu: str) -> Settings:
+    """What towers have whose pictures have one size, or tiles of one;  gelu: which one that name means."""
+    file.check("feed_forward_length", file.inner)
+    return {
+        "num_hidden_layers": file.layers,
+        "hidden_size": file.size("embedding_length"),
+        "intermediate_size": file.inner,
+        "num_attention_heads": file.size("attention.head_count"),
+        "patch_size": file.size("patch_size"),
+        "image_size": file.size("image_size"),
+        "hidden_act": file.activation(gelu),
+        "layer_norm_eps": file.keys.number("vision.attention.layer_norm_epsilon"),
+    }
+
+
+def beside_text(file: TowerFile, vision: Settings, **outside: object) -> Settings:
+    tied = file.config["tie_word_embeddings"]
+    return {"text_config": file.config, "vision_config": vision, "tie_word_embeddings": tied, **outside}
+
+
+def edges(file: TowerFile) -> Settings:
+    return dict.fromkeys(("height", "width"), file.size("image_size"))
+
+
 def llava(file: TowerFile) -> Settings:
     """CLIP's tower, which has a class row, or SigLIP's; of either all layers of the file, or as many as it says.
 
@@ -217,29 +241,17 @@ def llava(file: TowerFile) -> Settings:
     """
     keys, layers = file.keys, file.layers
     feature = keys.integers("vision.feature_layer", layers + 1) if keys.value("vision.feature_layer") is not None else [layers]
-    file.check("feed_forward_length", file.inner)
     # Of CLIP, whose last projection is not used.
     keys.value("vision.projection_dim")
     sees = CLASS in file.stored
-    vision = {
-        "model_type": "clip_vision_model" if sees else "siglip_vision_model",
-        "num_hidden_layers": layers,
-        "hidden_size": file.size("embedding_length"),
-        "intermediate_size": file.inner,
-        "num_attention_heads": file.size("attention.head_count"),
-        "patch_size": file.size("patch_size"),
-        "image_size": file.size("image_size"),
-        "hidden_act": file.activation("gelu" if sees else "gelu_pytorch_tanh"),
-        "layer_norm_eps": keys.number("vision.attention.layer_norm_epsilon"),
-    }
-    return {
-        "text_config": file.config,
-        "vision_config": vision,
-        "vision_feature_layer": feature,
-        "vision_feature_select_strategy": "default" if sees else "full",
-        "projector_hidden_act": "gelu",
-        "tie_word_embeddings": file.config["tie_word_embeddings"],
-    }
+    vision = sizes(file, "gelu" if sees else "gelu_pytorch_tanh")
+    return beside_text(
+        file,
+        vision | {"model_type": "clip_vision_model" if sees else "siglip_vision_model"},
+        vision_feature_layer=feature,
+        vision_feature_select_strategy="default" if sees else "full",
+        projector_hidden_act="gelu",
+    )
 
 
 def any_size(pixels: tuple[int, int]) -> Callable[[TowerFile], Settings]:
@@ -257,11 +269,10 @@ def any_size(pixels: tuple[int, int]) -> Callable[[TowerFile], Settings]:
 
 def one_size(file: TowerFile) -> Settings:
     """CLIP's processor, which crops, and SigLIP's."""
-    side = file.size("image_size")
-    edges = {"height": side, "width": side}
     if CLASS in file.stored:
-        return {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}, "crop_size": edges}
-    return {"image_processor_type": "SiglipImageProcessor", "size": edges}
+        shortest = {"shortest_edge": file.size("image_size")}
+        return {"image_processor_type": "CLIPImageProcessor", "size": shortest, "crop_size": edges(file)}
+    return {"image_processor_type": "SiglipImageProcessor", "size": edges(file)}
 
 
 QWEN_AND_LLAVA = {

@@ -127,10 +127,10 @@ def _renamed(file: TowerFile, kind: TowerKind) -> dict[str, StoredTensor]:
         for layer in range(layers if "{}" in name else 1)
     }
     for name, tensor in file.stored.items():
-        layer, tap, end = _LAYER.fullmatch(name), _TAP.fullmatch(name), _END.fullmatch(name)
         if whole := wholes.get(name):
             found[whole.name] = whole.of(tensor)
             continue
+        layer, tap, end = _LAYER.fullmatch(name), _TAP.fullmatch(name), _END.fullmatch(name)
         if layer and int(layer[1]) < layers:
             module = kind.blocks.get(_SWAPPED.get(layer[2], layer[2]) if file.swapped else layer[2])
             ours = module and f"{kind.layers}{int(layer[1])}.{module}.{layer[3]}"

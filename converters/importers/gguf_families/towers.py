@@ -6,7 +6,7 @@ Read in llama.cpp's converter and in the code that runs such files.
 from __future__ import annotations
 
 from edgeq.converters.importers.gguf_keys import Settings
-from edgeq.converters.importers.gguf_tower_kinds import PARTS, TowerFile, TowerKind, Whole
+from edgeq.converters.importers.gguf_tower_kinds import PARTS, TowerFile, TowerKind, Whole, beside_text, edges, sizes
 
 INTERNVL_LAST, GEMMA3_LAST, IDEFICS3_LAST = "mm.model.mlp.3.weight", "mm.input_projection.weight", "mm.model.fc.weight"
 INTERNVL_MERGE, GEMMA3_MERGE, IDEFICS3_MERGE = 2, 4, 2
@@ -17,26 +17,6 @@ IDEFICS3_TILES = 4
 """Tiles along the longest edge of a picture of published checkpoints, where the file does not say it."""
 
 
-def _sizes(file: TowerFile, gelu: str) -> Settings:
-    """What all of them have;  gelu: which one that name means."""
-    file.check("feed_forward_length", file.inner)
-    return {
-        "num_hidden_layers": file.layers,
-        "hidden_size": file.size("embedding_length"),
-        "intermediate_size": file.inner,
-        "num_attention_heads": file.size("attention.head_count"),
-        "patch_size": file.size("patch_size"),
-        "image_size": file.size("image_size"),
-        "hidden_act": file.activation(gelu),
-        "layer_norm_eps": file.keys.number("vision.attention.layer_norm_epsilon"),
-    }
-
-
-def _around(file: TowerFile, vision: Settings, **outside: object) -> Settings:
-    tied = file.config["tie_word_embeddings"]
-    return {"text_config": file.config, "vision_config": vision, "tie_word_embeddings": tied, **outside}
-
-
 def _merge(file: TowerFile, default: int) -> int:
     found = file.keys.integer("vision.projector.scale_factor", default)
     side = file.size("image_size") // file.size("patch_size")
@@ -45,19 +25,15 @@ def _merge(file: TowerFile, default: int) -> int:
     return found
 
 
-def _edges(file: TowerFile) -> Settings:
-    return dict.fromkeys(("height", "width"), file.size("image_size"))
-
-
 def internvl(file: TowerFile) -> Settings:
     """Tensors say which norms there are, and which biases."""
     file.check("projection_dim", file.shape(INTERNVL_LAST)[0])
-    vision = _sizes(file, "gelu") | {
+    vision = sizes(file, "gelu") | {
         "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in file.stored else "rms_norm",
         "use_qk_norm": "v.blk.0.attn_q_norm.weight" in file.stored,
         "attention_bias": "v.blk.0.attn_q.bias" in file.stored,
     }
-    return _around(file, vision, downsample_ratio=1 / _merge(file, INTERNVL_MERGE))
+    return beside_text(file, vision, downsample_ratio=1 / _merge(file, INTERNVL_MERGE))
 
 
 def internvl_image(file: TowerFile) -> Settings:
@@ -67,7 +43,7 @@ def internvl_image(file: TowerFile) -> Settings:
     )
     return {
         "image_processor_type": "GotOcr2ImageProcessorFast",
-        "size": _edges(file),
+        "size": edges(file),
         "min_patches": least,
         "max_patches": most,
     }
@@ -75,26 +51,26 @@ def internvl_image(file: TowerFile) -> Settings:
 
 def gemma3(file: TowerFile) -> Settings:
     file.check("projection_dim", file.shape(GEMMA3_LAST)[1])
-    vision = _sizes(file, "gelu_pytorch_tanh") | {"model_type": "siglip_vision_model"}
+    vision = sizes(file, "gelu_pytorch_tanh") | {"model_type": "siglip_vision_model"}
     side = vision["image_size"] // vision["patch_size"] // _merge(file, GEMMA3_MERGE)
-    return _around(file, vision, mm_tokens_per_image=side**2)
+    return beside_text(file, vision, mm_tokens_per_image=side**2)
 
 
 def gemma3_image(file: TowerFile) -> Settings:
-    return {"image_processor_type": "Gemma3ImageProcessor", "size": _edges(file)}
+    return {"image_processor_type": "Gemma3ImageProcessor", "size": edges(file)}
 
 
 def idefics3(file: TowerFile) -> Settings:
     file.check("projection_dim", file.shape(IDEFICS3_LAST)[0])
-    vision = _sizes(file, "gelu_pytorch_tanh")
-    return _around(file, vision, scale_factor=_merge(file, IDEFICS3_MERGE))
+    vision = sizes(file, "gelu_pytorch_tanh")
+    return beside_text(file, vision, scale_factor=_merge(file, IDEFICS3_MERGE))
 
 
 def idefics3_image(file: TowerFile) -> Settings:
     side = file.size("image_size")
     longest = file.keys.integer("vision.preproc_image_size", IDEFICS3_TILES * side)
-    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
-    return {"image_processor_type": "Idefics3ImageProcessor", **sizes}
+    limits = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
+    return {"image_processor_type": "Idefics3ImageProcessor", **limits}
 
 
 SIGLIP_BLOCK = PARTS | {
