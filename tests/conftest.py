@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,26 @@ pytest_plugins = ["tests.workers"]
 
 # A shell starts what it runs in the background with interrupts ignored; what a test starts and interrupts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+WHOLE_MODELS = [Path(__file__).parent / room for room in ("runtime", "edgeq")]
+"""Rooms of tests that run models, not single operations."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a whole model that runs on both targets is left to the exhaustive run on the reference one.
+
+    That one computes in numpy, takes three times as long, and is what tests/targets holds every operation of the other against.
+    """
+    targets: dict[object, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and set(WHOLE_MODELS) & set(item.path.parents):
+            for target in {"reference", "cpu"} & set(re.split("[- ]", item.callspec.id)):
+                targets.setdefault(item.function, {}).setdefault(target, []).append(item)
+    for on in targets.values():
+        for item in on.get("reference", []) if "cpu" in on else []:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 Checkpoint = Callable[..., Path]
