@@ -85,6 +85,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # A worker for each core: threads of numpy's BLAS would wait busily for one another beside them.
 test test-exhaustive test-cuda test-real: export OPENBLAS_NUM_THREADS := 1
 
+# A worker has 2 GB, whose page tables are copied where a test forks: a quarter of the kernel's time goes with huge pages.
+test test-exhaustive test-cuda test-real: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive and not real"
 
