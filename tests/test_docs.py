@@ -24,15 +24,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_in_the_site_and_linked_from_the_readme(site: Path) -> None:
+def test_every_page_is_linked_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in readme] == []
+
+
+@pytest.mark.exhaustive
+def test_every_page_is_in_the_site(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.with_suffix(".html").name).exists(), page
-        assert f"docs/{page.name}" in readme, page
     for page in ("overview", "CONTRIBUTING", "reporting", "CHANGELOG"):
         assert (site / f"{page}.html").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_interface_is_described(site: Path) -> None:
     text = (site / "api.html").read_text(encoding="utf-8")
     missing = [name for name in runtime.__all__ if f'id="edgeq.runtime.{name}"' not in text]
@@ -40,6 +45,7 @@ def test_the_interface_is_described(site: Path) -> None:
     assert "float32 [" in text and "edgeq.errors.FormatError" in text
 
 
+@pytest.mark.exhaustive
 def test_columns_of_docstrings_stay_columns(site: Path) -> None:
     text = (site / "api.html").read_text(encoding="utf-8")
     assert text.count("language-text") > 5 or text.count("<pre") > 5

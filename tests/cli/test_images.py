@@ -84,9 +84,9 @@ def test_a_picture_goes_in_and_an_answer_comes_out(edgeq: Run, sees: Path, signs
     [
         pytest.param("states", 60, marks=pytest.mark.exhaustive),
         ("tiles", 28),
-        ("aspect", 16),
+        pytest.param("aspect", 16, marks=pytest.mark.exhaustive),
         ("naflex", 15),
-        ("averaged", 4),
+        pytest.param("averaged", 4, marks=pytest.mark.exhaustive),
         ("paligemma", 16),
     ],
 )

@@ -29,6 +29,7 @@ def test_inspect_json_adds_up(edgeq: Run, demo: Path) -> None:
     assert facts["bits_per_weight"]["decoder"] == pytest.approx(4 + 24 / 128)
 
 
+@pytest.mark.exhaustive
 def test_inspect_lists_every_part_and_a_total_that_is_the_file(edgeq: Run, tiny_llama: Path, tmp_path: Path) -> None:
     seen = {}
     short = ("--calibration-rows", 5, "--calibration-length", 64, "--head", 8)

@@ -216,8 +216,8 @@ def product_case(isa: str, codec: Codec, mode: str):
     """Parameters of a test of integer products; those whose kernels few other tests need are left to the exhaustive run.
 
     On the best instruction set integers of four bits are tried with every kind of group, in both modes where groups are short,
-    and all other widths in one of the modes; of what few files have a width or two with groups of 32, trellises of two bits in
-    both modes.  On other sets integers of four bits with zero points, in groups of 128 in one mode and of rows in the other.
+    and 3 and 8 bits in one of the modes; of what few files have four bits with groups of 32, of trellises two.  On other sets
+    integers of four bits with zero points, in groups of 128 in one mode and of rows in the other.
     """
     best, group, whole, turn = isa == HERE[0], codec.group_size, codec.kind == "int", in_turn(codec.bits, mode)
     if not best:
@@ -226,12 +226,10 @@ def product_case(isa: str, codec: Codec, mode: str):
     elif whole and codec.bits == 4:
         common = group in (16, 32) and not codec.symmetric or group != 16 and in_turn(codec.symmetric, mode)
     elif whole:
-        common = group == 128 and not codec.symmetric and turn
-    elif codec.kind == "trellis":
-        common = group == 32 and (codec.bits == 2 or codec.bits == 3 and turn)
+        common = group == 128 and codec.bits in (3, 8) and not codec.symmetric and turn
     else:
-        few = codec.bits == 2 and codec.kind in ("s4", "table") or codec.bits == 4
-        common = group == 32 and few and turn and (codec.kind != "table" or codec.wide)
+        common = group == 32 and codec.bits == (2 if codec.kind == "trellis" else 4) and turn
+        common = common and (codec.kind != "table" or codec.wide)
     return case(isa, codec, mode, common=common, id=f"{codec.name}-{mode}-{isa}".replace(" ", "-"))
 
 

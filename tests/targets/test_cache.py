@@ -430,7 +430,9 @@ def test_scores_are_capped_before_the_softmax(cap: float, kv: KvCodec) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv", [F16, INT8, KvCodec("int4", 4)], ids=lambda kv: kv.name)
+@pytest.mark.parametrize(
+    "kv", [F16, *(pytest.param(kv, marks=pytest.mark.exhaustive) for kv in (INT8, KvCodec("int4", 4)))], ids=lambda kv: kv.name
+)
 @pytest.mark.parametrize("window", [0, 30])
 def test_scores_grow_with_the_slots_of_keys(isa, kv, window):
     """By the slope of each head, of either sign; rows one by one have the bits of all at once."""

@@ -42,6 +42,7 @@ def test_a_source_is_scored_once_for_a_text(
     assert not runs
 
 
+@pytest.mark.exhaustive
 def test_compare_orders_files_by_their_bits(edgeq: Run, demo: Path, tiny_llama: Path, tmp_path: Path) -> None:
     two = tmp_path / "two.edgeq"
     assert edgeq("convert", tiny_llama, "-o", two, "--bits", 2, "--group-size", 32).exit_code == 0

@@ -62,9 +62,14 @@ def test_its_tensors_are_stored_as_the_page_says(checkpoint: Checkpoint, tmp_pat
     "options",
     [
         {"method": "rtn", "bits": 3, "group_size": 32},
-        {"method": "rtn", "bits": 3, "half": True, "scale_bits": 4, "group_size": 32},
         {"method": "gptq", "bits": 4, "group_size": 32, "calibration_rows": 2, "calibration_length": 32},
-        {"method": "awq", "bits": 4, "symmetric": True, "calibration_rows": 2, "calibration_length": 32},
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (
+                {"method": "rtn", "bits": 3, "half": True, "scale_bits": 4, "group_size": 32},
+                {"method": "awq", "bits": 4, "symmetric": True, "calibration_rows": 2, "calibration_length": 32},
+            )
+        ),
     ],
 )
 def test_it_is_rounded_in_the_codec_of_the_other_layers(

@@ -41,6 +41,11 @@ FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_n
 FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe", "granite_hybrid", "granite_hybrid_moe")
 FAMILIES += ("falcon_h1", "falcon_h1_norm", "falcon_h1_gate", "gemma", "gemma2", "nemotron_h", "nemotron_h_biases")
 FAMILIES += ("falcon_rw", "mpt", "bloom", "bloom_odd", "granite_moe", "granite_moe_shared")
+BY_TURNS = [
+    [pytest.param(name, marks=() if i % 2 == turn else pytest.mark.exhaustive) for i, name in enumerate(FAMILIES)]
+    for turn in (0, 1)
+]
+"""Both for tests that load the same blocks: every second family, and those between them."""
 TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed(5))
 
 
@@ -57,7 +62,7 @@ def hidden_after(source: Checkpoint, family: Family, config: ModelConfig, scaled
     return blocks.hidden
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BY_TURNS[0])
 def test_block_by_block_gives_the_logits_of_transformers(
     checkpoint: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +85,7 @@ def test_block_by_block_gives_the_logits_of_transformers(
     assert progress == sorted(progress) and progress[0] == 0 and progress[-1] < 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BY_TURNS[1])
 def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..., Path], name: str) -> None:
     """The router of experts is folded as well, else tokens would go elsewhere."""
     source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))

@@ -70,11 +70,18 @@ def test_a_connection_that_is_cut_is_continued(hub: Hub, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "variables", "words"),
     [
-        (["--revision", "v9"], {}, ["owner/model", "no revision 'v9'"]),
-        ([], {"HF_TOKEN": "hf_wrong"}, ["access is restricted", "hf auth login", "HF_TOKEN"]),
-        ([], {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["not in the local hub cache"]),
+        pytest.param(
+            ["--revision", "v9"], {}, ["owner/model", "no revision 'v9'"], marks=pytest.mark.exhaustive, id="revision"
+        ),
+        pytest.param([], {"HF_TOKEN": "hf_wrong"}, ["access is restricted", "hf auth login", "HF_TOKEN"], id="gated"),
+        pytest.param(
+            [],
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            ["not in the local hub cache"],
+            marks=pytest.mark.exhaustive,
+            id="offline",
+        ),
     ],
-    ids=["revision", "gated", "offline"],
 )
 def test_a_refusal_of_the_hub_is_one_line(
     hub: Hub, tmp_path: Path, options: list[str], variables: dict[str, str], words: list[str]

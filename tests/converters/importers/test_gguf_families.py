@@ -79,8 +79,8 @@ def logits(plan: ConversionPlan, path: Path, target: str = "reference") -> np.nd
 
 
 def by_turns(turn: int) -> list[Any]:
-    """All families; every second is left to the exhaustive run."""
-    return [pytest.param(each, marks=() if i % 2 == turn else pytest.mark.exhaustive) for i, each in enumerate(FAMILIES)]
+    """All families; `make test` has a third of them."""
+    return [pytest.param(each, marks=() if i % 3 == turn else pytest.mark.exhaustive) for i, each in enumerate(FAMILIES)]
 
 
 @pytest.mark.parametrize("family", by_turns(0))

@@ -98,6 +98,7 @@ def test_a_file_of_unrounded_rotated_weights_gives_the_logits_of_the_source(
     assert np.abs(logits(file) - wanted).max() < 3e-3 * np.abs(wanted).max()
 
 
+@pytest.mark.exhaustive
 def test_rounding_a_rotated_model_is_rounding_its_checkpoint(folder: Path, rotated_folder: Path, tmp_path: Path) -> None:
     wanted = expected(folder)
     assert np.abs(expected(rotated_folder) - wanted).max() < 1e-4 * np.abs(wanted).max()

@@ -107,9 +107,21 @@ def assert_same(found: Quantized, expected: tuple[Any, Any, Any]) -> None:
     assert found.zero is None or np.array_equal(found.zero.numpy(), zero)
 
 
-@pytest.mark.parametrize("columns", [9, 72, 172, 200, 400])
-@pytest.mark.parametrize("size", [16, 32, 128])
-@pytest.mark.parametrize("preset", [MIN_MAX, MIN_MAX_ZERO_WEIGHED, ABSMAX_SEARCH], ids=["awq", "gptq", "quarot"])
+PRESETS = {"awq": MIN_MAX, "gptq": MIN_MAX_ZERO_WEIGHED, "quarot": ABSMAX_SEARCH}
+
+
+@pytest.mark.parametrize(
+    ("preset", "size", "columns"),
+    [
+        # Every width with every size, and with every preset.
+        pytest.param(
+            preset, size, columns, marks=() if (i + j + k) % 3 == 0 else pytest.mark.exhaustive, id=f"{name}-{size}-{columns}"
+        )
+        for i, (name, preset) in enumerate(PRESETS.items())
+        for j, size in enumerate((16, 32, 128))
+        for k, columns in enumerate((9, 72, 172, 200, 400))
+    ],
+)
 def test_every_group_is_rounded_for_itself(columns: int, size: int, preset: Preset) -> None:
     weight = torch.randn(20, columns, generator=torch.Generator().manual_seed(columns))
     for symmetric in (True,) if preset == ABSMAX_SEARCH else (True, False):

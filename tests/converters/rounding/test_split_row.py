@@ -51,6 +51,7 @@ def made(source: Path, output: Path, **options: object) -> ModelFile:
     return convert(str(source), output, ConvertOptions(method="quarot", **options), lambda *_: None)  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_the_file_has_the_column_apart_and_computes_the_same(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = checkpoint("llama_gqa", dtype="float32", intermediate_size=320)
     tokens = [int(t) for t in np.random.default_rng(2).integers(2, 2048, 30)]

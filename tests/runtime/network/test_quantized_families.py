@@ -36,14 +36,14 @@ def divergence(exact: NDArray[np.float32], found: NDArray[np.float32]) -> float:
 
 
 def in_turn(choices: tuple[str, ...], always: tuple[str, ...] = ()) -> list[Any]:
-    """Every family with one of the choices, by turns, and with those of `always`; in `make test` every fourth family with its
+    """Every family with one of the choices, by turns, and with those of `always`; in `make test` every eighth family with its
     turn."""
     found = []
     for i, family in enumerate(FAMILIES):
         turn = choices[i // 4 % len(choices)]
         for each in choices:
             if each == turn or each in always:
-                marks = () if i % 4 == 0 and each == turn else pytest.mark.exhaustive
+                marks = () if i % 8 == 0 and each == turn else pytest.mark.exhaustive
                 found.append(pytest.param(family, each, marks=marks, id=f"{family}-{each}"))
     return found
 

@@ -103,7 +103,11 @@ PARTS = {
 
 @pytest.mark.parametrize(
     ("parts", "isa"),
-    [case(parts, isa, common=isa == HERE[0], id=f"{name}-{isa}") for name, parts in PARTS.items() for isa in HERE],
+    [
+        case(parts, isa, common=isa == HERE[0] and name != "thin f32", id=f"{name}-{isa}")
+        for name, parts in PARTS.items()
+        for isa in HERE
+    ],
 )
 def test_every_part_equals_the_reference(parts, isa):
     for codec, columns in ((I4, 192), (I8, 64), (ROW4, 320), (Codec("f16"), 64)):

@@ -36,7 +36,7 @@ def same(graph: Graph, arrays: Arrays, count: int, mode: str) -> np.ndarray:
             mode,
             group,
             symmetric,
-            common=bits == 4 and group == 128,
+            common=bits == 4 and group == 128 and mode == "a8",
             id=f"{bits}-{mode}-{group}-{symmetric}",
         )
         for bits in range(2, 9)
@@ -86,10 +86,8 @@ def test_sums_of_integers_at_their_limits(bits: int, mode: str, value: str) -> N
     assert np.max(np.abs(y - expected) / size) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("bits", "kind"),
-    [case(bits, kind, common=bits == 4, id=f"{bits}-{kind}") for bits, kind in ((4, "token"), (8, "token"), (8, "token_zero"))],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("bits", "kind"), [(4, "token"), (8, "token"), (8, "token_zero")])
 def test_rows_with_one_scale(bits: int, kind: str) -> None:
     """Integer sums of whole rows, longer than a step."""
     rng, arrays, codec = np.random.default_rng(bits), Arrays(), Codec("int", bits)
