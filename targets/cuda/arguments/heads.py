@@ -113,6 +113,7 @@ class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts", "tak
     sums            f32 [tokens][heads][parts][head_dim padded to 32, and 32]
     arrived         i32 [tokens][blocks of heads], 0 before and after
     scale           of a query times a key
+    cap, slopes     f32 [heads]: of kernels whose scores have a cap or grow with their slots
     """
 
     q: Address
@@ -129,6 +130,8 @@ class AttendArguments(Arguments, run=("tokens", "pool", "numbers", "parts", "tak
     scale: Float32
     sums: Address
     arrived: Address
+    cap: Float32 = 0.0
+    slopes: Address = 0
 
 
 @dataclass(frozen=True, kw_only=True)

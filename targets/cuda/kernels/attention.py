@@ -29,7 +29,7 @@ ASKED_HEAD = 128
 """Dimensions of a head up to which the next page is asked for while a block has one."""
 
 
-def attend(head_dim, kv, PART, packed):
+def attend(head_dim, kv, PART, packed, CAPPED=False, SLOPED=False):
     """out = softmax(q k^T * scale) v over the slots from firsts[row] up to lasts[row], without it.
 
     The slots are taken in parts (attention_parts.py), each by sums of its own, which are added in the order of the parts.  A
@@ -40,6 +40,7 @@ def attend(head_dim, kv, PART, packed):
     PART            positions of the largest part, pages times a power of two;  level: parts of up to 2^level pages
     firsts, lasts   int32 per token row; with a `window` above 0 the row sees no more than the last that many
     sinks           f32 [heads]: scores of a head whose shares go nowhere, if `has_sinks`
+    cap, slopes     f32 [heads]: how scores change (attention_rows.py); what has neither declares them and does not take them
     sums            f32 [rows][heads][parts][padded dimensions];  arrived: int32 [rows][blocks of heads], 0 before and after
     high            dimensions of an int4 cache that have 8 bits
     """
@@ -52,7 +53,7 @@ def attend(head_dim, kv, PART, packed):
     LEVELS = (PART // PAGE).bit_length()
     head_of = places(kv)
     WORDS, look_at_values, make_scores, add_values = pages_of(kv, head_dim, TILES)
-    make_query, make_weights = rows_of(M, head_dim)
+    make_query, make_weights = rows_of(M, head_dim, CAPPED, SLOPED)
     leave, add, put = parts_of(head_dim)
 
     def together_of(group):
@@ -71,9 +72,10 @@ def attend(head_dim, kv, PART, packed):
 
     @T.prim_func
     def attend_(q_: T.handle, pool_: T.handle, numbers_: T.handle, pages_: T.handle, tables_: T.handle, firsts_: T.handle,
-                lasts_: T.handle, sinks_: T.handle, out_: T.handle, sums_: T.handle, arrived_: T.handle, tokens: T.int32,
-                width: T.int32, heads: T.int32, kv_heads: T.int32, layer: T.int32, window: T.int32, high: T.int32,
-                level: T.int32, parts: T.int32, taken: T.int32, has_sinks: T.int32, scale: T.float32):  # fmt: skip
+                lasts_: T.handle, sinks_: T.handle, slopes_: T.handle, out_: T.handle, sums_: T.handle, arrived_: T.handle,
+                tokens: T.int32, width: T.int32, heads: T.int32, kv_heads: T.int32, layer: T.int32, window: T.int32,
+                high: T.int32, level: T.int32, parts: T.int32, taken: T.int32, has_sinks: T.int32, scale: T.float32,
+                cap: T.float32):  # fmt: skip
         T.func_attr({"tirx.noalias": True})
         q = T.match_buffer(q_, (T.int32(),), "float32")
         pool = T.match_buffer(pool_, (T.int64(),), "uint32")
@@ -83,6 +85,7 @@ def attend(head_dim, kv, PART, packed):
         firsts = T.match_buffer(firsts_, (T.int32(),), "int32")
         lasts = T.match_buffer(lasts_, (T.int32(),), "int32")
         sinks = T.match_buffer(sinks_, (T.int32(),), "float32")
+        slopes = T.match_buffer(slopes_, (T.int32(),), "float32")
         out = T.match_buffer(out_, (T.int32(),), "float32")
         sums = T.match_buffer(sums_, (T.int32(),), "float32")
         arrived = T.match_buffer(arrived_, (T.int32(),), "int32")
@@ -109,7 +112,7 @@ def attend(head_dim, kv, PART, packed):
         acc = T.alloc_local((ACC,), "float32")
         merged = T.alloc_local((ACC,), "float32")
         words = T.alloc_local((WORDS,), "uint32")
-        power = T.alloc_local((1,), "float32")
+        power = T.alloc_local((2 if SLOPED else 1,), "float32")
         most = T.alloc_local((2,), "float32")  # before and with this page
         total = T.alloc_local((1,), "float32")
         all_ = T.alloc_local((2,), "float32")  # the largest score and the total of the parts so far
@@ -258,6 +261,8 @@ def attend(head_dim, kv, PART, packed):
                     ask_page(pool, pages[tables[token] + begins] + T.Cast("int64", inside[0]), values[0] // kv_heads, values[0],
                              tid)  # fmt: skip
                     make_query(query, power, q, own_token * width + head * head_dim, active, scale, row, mine)
+                    if SLOPED:
+                        power[1] = T.if_then_else(active, slopes[head], T.float32(0))
                     T.cuda.cta_sync()
                     begin()
                     begin_part()
@@ -272,7 +277,8 @@ def attend(head_dim, kv, PART, packed):
                         look_at_values(words, broken, tag, pool, numbers, of_values, scales[0], high, warp, g, t, tid)
                         make_scores(scores, query, pool, numbers, page, scales[0], high, warp, g, t)
                         T.cuda.cta_sync()
-                        make_weights(weights, factors, most, total, scores, power, broken, tag, own, number_ * PAGE, row, mine)
+                        make_weights(weights, factors, most, total, scores, power, cap, broken, tag, own, number_ * PAGE, row,
+                                     mine)  # fmt: skip
                         T.cuda.cta_sync()
                         add_values(acc, words, weights, factors, pool, numbers, of_values, scales[0], high, warp, g, t)
                         part: T.let = part_of(number_, level, LEVELS)

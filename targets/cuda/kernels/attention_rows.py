@@ -31,8 +31,11 @@ def place_in(row, chunk, chunks):
     return row * chunks + (chunk ^ (row % 2) if chunks % 2 == 0 else chunk)
 
 
-def rows_of(M, head_dim):
-    """Inline what threads do that are THREADS / M of a row, `mine` among them."""
+def rows_of(M, head_dim, CAPPED, SLOPED):
+    """Inline what threads do that are THREADS / M of a row, `mine` among them.
+
+    CAPPED, SLOPED   scores change as Attention of targets/graph.py says of `cap` and of `slopes`
+    """
     PER = THREADS // M
     EACH = PAGE // PER  # slots of a thread
     LEVELS = PER.bit_length() - 1
@@ -66,8 +69,9 @@ def rows_of(M, head_dim):
                 query[(half * M * CHUNKS + place_in(row, word // 16, CHUNKS)) * 16 + word % 16] = words[half]
 
     @T.inline
-    def make_weights(weights, factors, most, total, scores, power, broken, tag, own, page, row, mine):
+    def make_weights(weights, factors, most, total, scores, power, cap, broken, tag, own, page, row, mine):
         # Online softmax (Milakov and Gimelshein 2018) over the slots `page` ... `page` + 63.
+        # power  what scores are to be times, and after it the slope of the row
         # most   the largest score before and with this page;  factors: what sums that are relative to the one before are times
         # own    the slots that the row sees;  broken: `tag` for a slot with a value that is not finite, and at the end
         each = T.alloc_local((EACH,), "float32")
@@ -80,6 +84,12 @@ def rows_of(M, head_dim):
             each[j] = T.float32(MASKED_SCORE)
             if first + j >= own[0] and first + j < own[1]:
                 each[j] = scores[row * SCORES + mine * EACH + j] * power[0]
+                # Rounded as written: a compiler that adds without rounding before does so in some variants alone.
+                if CAPPED:
+                    T.ptx.mul.rn.f32(each[j], T.tanh(each[j] / cap), cap)
+                if SLOPED:
+                    T.ptx.mul.rn.f32(two[0], power[1], T.Cast("float32", first + j + 1 - own[1]))
+                    T.ptx.add.rn.f32(each[j], each[j], two[0])
             most[1] = T.max(most[1], each[j])
         for level in T.unroll(LEVELS):
             most[1] = T.max(most[1], T.tvm_warp_shuffle_xor(T.uint32(ALL), most[1], 1 << level, 32, 32))

@@ -135,10 +135,6 @@ def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
 
 
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
-    if op.cap is not None:
-        refuse("caps of attention scores (attn_logit_softcapping)")
-    if op.slopes:
-        refuse("scores that grow with the positions of keys (ALiBi)")
     kind = "causal" if op.span < 0 else f"span {op.span}"
     window = op.window if op.span < 0 else 0
     stride = -(-op.head_dim // 32) * 32 + 32
@@ -157,9 +153,13 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
         scale=op.scale,
         sums=lowering.storage.named(("sums", op.heads, op.head_dim), SIDE_BY_SIDE * op.heads * stride * 4),
         arrived=lowering.storage.named(("arrived", op.heads), SIDE_BY_SIDE * op.heads * 4),
+        cap=op.cap or 0.0,
+        slopes=lowering.storage.constants(op.slopes) if op.slopes else 0,
     )
     literals = op.head_dim, lowering.options.kv.kind, PART
-    apart, packed = (Variant("attend", (*literals, several)) for several in (False, True))
+    # Without changes of scores a kernel is the one that it was before others had some.
+    changes = (op.cap is not None, bool(op.slopes)) if op.cap is not None or op.slopes else ()
+    apart, packed = (Variant("attend", (*literals, several, *changes)) for several in (False, True))
     return [Launch(op, lowering.stage, apart, arguments, packed, few_rows=FEW_TOKENS)]
 
 

@@ -85,6 +85,14 @@ class Storage:
             self.send(("-exp", ref), values)
         return self.address(("-exp", ref))
 
+    def constants(self, values: tuple[float, ...]) -> int:
+        """The address of numbers that are not in the file, as f32."""
+        name = "constants", values
+        if not self.has(name):
+            self.named(name, 4 * len(values))
+            self.send(name, np.array(values, np.float32))
+        return self.address(name)
+
     def _upload(self, ref: ArrayRef, as_stored: bool) -> int:
         key = ref, as_stored
         if self._beside is not None and key in self._beside._uploaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ from PIL import Image
 from vision_checkpoints import MODELS, build
 
 from edgeq.converters.convert import ConvertOptions, convert
+from edgeq.format.container import ModelFile
 from edgeq.runtime import Model, Prompt
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
 from tests.cuda.emulated import EmulatedDevice
+from tests.runtime.session.test_whole_prompts import ANSWER, WRONG, Case, logits_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -59,3 +62,28 @@ def test_a_prompt_with_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.
     answers(path, monkeypatch, seen)
     assert is_near(name, *results)
     assert not np.allclose(blind[1], results[1])
+
+
+def test_a_prompt_whose_tokens_see_each_other_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the window, which an answer keeps to; of a decoder whose scores have a cap."""
+    source, path = build(tmp_path / "paligemma2", "paligemma2"), tmp_path / "m.edgeq"
+    convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
+    prompt, results, texts = Case(source, path).prompt(1), list[NDArray[np.float32]](), list[list[int]]()
+
+    def seen(model: Model) -> None:
+        results.append(logits_of(model, prompt, ANSWER, (5, 1)))
+        texts.append(model.generate(prompt, max_tokens=12, ignore_eos=True).tokens)
+
+    answers(path, monkeypatch, seen)
+    assert is_near("paligemma2", *results) and texts[0] == texts[1]
+    opened = ModelFile.open
+
+    def other(path: Path) -> ModelFile:
+        file = opened(path)
+        file.metadata = replace(file.metadata, config=WRONG["a prompt that sees what is before"][1](file.metadata.config))
+        return file
+
+    monkeypatch.setattr(ModelFile, "open", other)
+    monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(load("reference"), []))
+    with Model.load(path, context=256, mode="a16") as model:
+        assert not is_near("what is before alone", results[0], logits_of(model, prompt, ANSWER, (5, 1)))

@@ -273,10 +273,6 @@ def test_what_is_not_there_is_refused_by_name_when_the_graph_is_compiled(device:
         refused(
             device, replace(graph, operations=(wide,)), arrays, match=f"{kv} for heads of 260 .*--target cpu", kv=KvCodec(kv)
         )
-    capped = replace(attention, head_dim=16, cap=2.0)
-    refused(device, replace(graph, operations=(capped,)), arrays, match="caps of attention scores .*--target cpu")
-    biased = replace(attention, head_dim=16, slopes=(0.5,))
-    refused(device, replace(graph, operations=(biased,)), arrays, match="grow with the positions of keys .*--target cpu")
     refused(device, replace(graph, operations=(Unknown(0, "x", "y"),)), arrays, match="the operation Unknown .*--target cpu")
     again = (*graph.operations, Select(-1, ("y",)))
     refused(device, replace(graph, operations=again), arrays, match="second choice")

@@ -70,6 +70,39 @@ def test_a_sink_takes_its_share_and_gives_nothing(window: int) -> None:
     assert np.array_equal(read(program, positions, [5, 1, 3, positions - 10, 1]), y), "chunks must not change a bit"
 
 
+SLOPES = (0.5, 0.25, 1e-3, -0.05, 3.0, 0.0)
+"""Those of six heads, as many as are no power of two."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv"),
+    [
+        (Heads(6, 2, 64, window=70, cap=0.5), F16),
+        (Heads(6, 2, 32, slopes=SLOPES), F16),
+        (Heads(6, 1, 32, window=70, cap=1.5, slopes=SLOPES), KvCodec("int4", 3)),
+    ],
+    ids=["cap", "slopes", "both"],
+)
+def test_a_cap_and_slopes_of_scores(shape: Heads, kv: KvCodec) -> None:
+    """Before the softmax: a cap of what is scaled, then slopes, each with its sign and of its own head."""
+    arrays, positions = Arrays(), 150
+    x = shape.numbers(positions)
+    graph = shape.graph(arrays, x)
+    oracle, y = both(graph, arrays, positions, kv=kv)
+    largest = np.abs(oracle).max()
+    assert np.abs(y - oracle).max() < TOLERANCE * largest
+    program = program_of(graph, arrays, positions, kv=kv, order=SHUFFLED)
+    assert np.array_equal(read(program, positions, [5, 1, 3, positions - 10, 1]), y), "chunks must not change a bit"
+    wrong = list[Heads]()
+    if shape.cap:
+        wrong += [replace(shape, cap=cap) for cap in (None, shape.cap * shape.dim**-0.5)]
+    if shape.slopes:
+        wrong += [replace(shape, slopes=slopes) for slopes in ((), tuple(-s for s in SLOPES), tuple(sorted(SLOPES)))]
+    for other in wrong:
+        found = read(program_of(other.graph(arrays, x), arrays, positions, kv=kv, order=None), positions)
+        assert np.abs(found - oracle).max() > 0.05 * largest
+
+
 @pytest.mark.parametrize("sink", [0.0, -np.inf])
 def test_scores_that_are_all_masked_leave_nothing_beside_a_sink(sink: float) -> None:
     """And NaN beside none, as one that is masked itself is."""
