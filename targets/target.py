@@ -310,7 +310,8 @@ class Target(Protocol):
     ) -> Program:
         """`on_progress` is told of measurements and of each kernel that is compiled, which takes seconds the first time.
 
-        beside   a program of this target and file, whose pages and states the new one uses; its graph has the same of both
+        beside   a program of this target and file, whose pages, states and arrays the new one uses, and those of the one that
+                 it was compiled beside; its graph has the same pages and states
         """
         ...
 

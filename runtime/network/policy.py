@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeq.errors import InputError, UnsupportedError
+from edgeq.errors import InputError
 from edgeq.format.container import ModelFile
 from edgeq.format.metadata import Metadata
 from edgeq.network.config import ModelConfig
@@ -117,13 +117,12 @@ class Policy:
         context: int,
         on_progress: OnProgress = no_progress,
     ) -> None:
-        """UnsupportedError: the target runs one list of operations over a cache."""
         self.expert, self._context = check_acts(file.metadata.config), context
-        if not target.shares_weights:
-            raise UnsupportedError(f"target {target.name} has no experts of policies yet; run with --target cpu")
         options = expert_options(program.options, self.expert)
-        made = expert_graphs(file.metadata, context, graph)
-        self._state, self._actions = (target.compile(each, file, options, on_progress, beside=program) for each in made)
+        of_the_state, of_the_actions = expert_graphs(file.metadata, context, graph)
+        self._state = target.compile(of_the_state, file, options, on_progress, beside=program)
+        # Its layers have the weights of those that the state passes.
+        self._actions = target.compile(of_the_actions, file, options, on_progress, beside=self._state)
 
     def act(self, session: Session, prompt: Prompt, state: Actions, noise: Actions, steps: int) -> Actions:
         """The actions float32 [actions, action_size] after `prompt`, which an empty `session` reads.

@@ -49,8 +49,6 @@ class CudaTarget:
             return gpus.refused
         if file is None:
             return None
-        if file.metadata.config.policy is not None:
-            return f"{gpus.first.name}: the cuda target has no experts of policies yet"
         from edgeq.targets.cuda.supply.supply import Supply
 
         reason = Supply(file, gpus.first.sm, gpus.driver).refusal()

@@ -24,6 +24,7 @@ from edgeq.runtime.load_options import MAX_LOGITS
 from edgeq.runtime.network.adapted import with_every_part
 from edgeq.runtime.network.decoder import decoder
 from edgeq.runtime.network.draft_layer import drafting_decoder, drafting_layer, layer_options
+from edgeq.runtime.network.policy import expert_graphs, expert_options
 from edgeq.runtime.network.vision import tower
 from edgeq.runtime.session.requantize import chosen
 from edgeq.system import machine
@@ -159,8 +160,8 @@ def builder_of(target: str) -> KernelBuilder:
 
 
 def workloads(file: ModelFile, modes: Sequence[Mode], caches: Sequence[str]) -> list[Workload]:
-    """What a model runs in these modes, with these caches and any adapter, with its layer that drafts and without, and its
-    vision tower."""
+    """What a model runs in these modes, with these caches and any adapter, with its layer that drafts and without, the expert
+    of a policy, and its vision tower."""
     found = []
     for kv in caches:
         codec = file.metadata.kv if kv == "file" else KvCodec(kv)  # type: ignore[arg-type]
@@ -173,6 +174,10 @@ def workloads(file: ModelFile, modes: Sequence[Mode], caches: Sequence[str]) -> 
                     graph = drafting_decoder(each.metadata)
                     found.append(Workload(graph, each, options, modes))
                     found.append(Workload(drafting_layer(each.metadata, 0, graph), each, layer_options(options), modes))
+                if expert := each.metadata.config.policy:
+                    given = expert_options(options, expert)
+                    graphs = expert_graphs(each.metadata, 0, found[-1].graph)
+                    found += [Workload(graph, each, given, modes) for graph in graphs]
     if file.metadata.config.vision:
         own = file.metadata.vision_mode
         options = Options(own or modes[0], max_logits=MAX_LOGITS)

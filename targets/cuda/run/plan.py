@@ -126,8 +126,11 @@ def device_bytes(
     program = CudaProgram(nothing, graph, file, options, kernel_source=names_only, stream_masters=stream_masters)
     needed = program.device_bytes + (program.new_weights().nbytes if options.requantize else 0)
     for each in beside:
-        first = program if each.shares else None
-        needed += CudaProgram(nothing, each.graph, file, each.options, kernel_source=names_only, beside=first).device_bytes
+        made = CudaProgram(
+            nothing, each.graph, file, each.options, kernel_source=names_only, beside=program if each.shares else None
+        )
+        needed += made.device_bytes
+        program = made if each.shares else program
     return needed
 
 

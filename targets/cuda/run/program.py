@@ -79,7 +79,9 @@ class CudaProgram(RecordsRuns, HoldsCudaStates):
             raise UnsupportedError(f"the cuda target runs at most {MAX_ROWS} rows; pass a smaller `max_rows` or `max_logits`")
         self._device, self._graph, self._tuning = device, graph, tuning
         layers = (layer for each in self._inputs for layer in each.layers) if stream_masters else ()
-        self._beside, self.window = beside, graph.window
+        # Of programs beside each other the first has the pages, and starts runs ahead.
+        self._beside: CudaProgram | None = (beside._beside or beside) if beside else None
+        self.window = graph.window
         held = beside._storage if beside else None
         self._storage: Storage = Storage(device, file, [master_arrays(layer) for layer in layers], held)
         self._pages: Pages = beside._pages if beside else Pages(device, graph.part_bytes(self.options.kv))

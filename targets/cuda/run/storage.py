@@ -35,7 +35,7 @@ class Storage:
     """Arrays of the file, each uploaded once, and memory by name; addresses do not change.
 
     streamed   groups of arrays that are not kept: all take turns in the same memory (`bring`)
-    beside     what another program holds, whose arrays of the file are used before any is uploaded
+    beside     what another program holds, and what that has beside it, whose arrays of the file are used before any is uploaded
     """
 
     def __init__(self, device: Device, file: ModelFile, streamed: Iterable[Group] = (), beside: Storage | None = None) -> None:
@@ -93,23 +93,26 @@ class Storage:
             self.send(name, np.array(values, np.float32))
         return self.address(name)
 
+    def _known(self, key: tuple[ArrayRef, bool]) -> Memory | None:
+        """An array that is on the device already."""
+        return self._uploaded.get(key) or (self._beside._known(key) if self._beside else None)
+
     def _upload(self, ref: ArrayRef, as_stored: bool) -> int:
         key = ref, as_stored
-        if self._beside is not None and key in self._beside._uploaded:
-            return self._beside._uploaded[key].address
-        if key not in self._uploaded:
-            stored = self._file.array(ref)
-            if stored.nbytes > MAX_BYTES:
-                raise UnsupportedError(
-                    f"the cuda target has no arrays of {stored.nbytes / (1 << 30):,.1f} GiB, only of up to {MAX_BYTES >> 30}; "
-                    "run with --target cpu"
-                )
-            if as_stored:
-                self._uploaded[key] = self._copied(stored)
-            else:
-                self._uploaded[key] = upload(self.device, as_float32(stored, ref.dtype))
-            # One copy is enough where the GPU has the memory of the processor; elsewhere the system keeps what it has read.
-            self._file.release(ref, uncached=self.device.integrated)
+        if (known := self._known(key)) is not None:
+            return known.address
+        stored = self._file.array(ref)
+        if stored.nbytes > MAX_BYTES:
+            raise UnsupportedError(
+                f"the cuda target has no arrays of {stored.nbytes / (1 << 30):,.1f} GiB, only of up to {MAX_BYTES >> 30}; "
+                "run with --target cpu"
+            )
+        if as_stored:
+            self._uploaded[key] = self._copied(stored)
+        else:
+            self._uploaded[key] = upload(self.device, as_float32(stored, ref.dtype))
+        # One copy is enough where the GPU has the memory of the processor; elsewhere the system keeps what it has read.
+        self._file.release(ref, uncached=self.device.integrated)
         return self._uploaded[key].address
 
     def _copied(self, stored: AnyArray) -> Memory:

@@ -17,7 +17,11 @@ from edgeq.format.container import ModelFile
 from edgeq.runtime import Model, Prompt
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
+from edgeq.targets.cuda.run.program import CudaProgram
+from edgeq.targets.cuda.supply.ahead import needed
+from edgeq.tools.commands.build import workloads
 from tests.cuda.emulated import EmulatedDevice
+from tests.runtime.policy import cases, policy_checkpoint
 from tests.runtime.session.test_whole_prompts import ANSWER, WRONG, Case, logits_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -87,3 +91,25 @@ def test_a_prompt_whose_tokens_see_each_other_both_ways(tmp_path: Path, monkeypa
     monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(load("reference"), []))
     with Model.load(path, context=256, mode="a16") as model:
         assert not is_near("what is before alone", results[0], logits_of(model, prompt, ANSWER, (5, 1)))
+
+
+def test_actions_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its expert runs over the cache of what has read the prompt, and is on the device once."""
+    path = tmp_path / "m.edgeq"
+    policy_checkpoint.build(tmp_path / "checkpoint")
+    convert(str(tmp_path / "checkpoint"), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
+    case, results = cases.Case(tmp_path / "checkpoint", path), list[NDArray[np.float32]]()
+
+    def seen(model: Model) -> None:
+        results.append(model.act(case.pictures, "pick up", cases.STATE, noise=case.noise))
+        assert model.policy is not None
+        of_state, of_actions = model.policy._state, model.policy._actions
+        if isinstance(of_state, CudaProgram) and isinstance(of_actions, CudaProgram):
+            held, more = of_state._storage._uploaded, of_actions._storage._uploaded
+            assert held and more and not held.keys() & more.keys()
+            packed, _ = needed(workloads(model.file, ("a16",), ("f16",)))
+            assert {*of_state._kernels.loaded, *of_actions._kernels.loaded} <= set(packed)
+
+    answers(path, monkeypatch, seen)
+    wanted, found = results
+    assert np.abs(found - wanted).max() < MAX_ERROR * wanted.std()

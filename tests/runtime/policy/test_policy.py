@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 from edgeq.converters.families.vision.pi0 import with_statistics
-from edgeq.errors import FormatError, InputError, ResourceError, UnsupportedError
+from edgeq.errors import FormatError, InputError, ResourceError
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.runtime import Model
 from edgeq.runtime.network.compiled import beside
-from edgeq.runtime.network.policy import Policy, reading_decoder
+from edgeq.runtime.network.policy import reading_decoder
 from edgeq.runtime.session.context_size import cache_bytes
 from edgeq.targets.reference import ReferenceTarget
 from edgeq.targets.target import Options
@@ -203,9 +202,3 @@ def test_memory_of_expert_and_tower_is_asked_for_before_anything_is_compiled(
         assert model.context == 192 and model.policy is not None
     alone = sum(each.own_bytes for each in beside(file, options, graph, drafts=False))
     assert weights < alone < weights + (1 << 16), "weights once, and pages of the tower"
-
-
-def test_a_target_that_cannot_run_an_expert_refuses_it(case: Case) -> None:
-    file, target = ModelFile.open(case.path), SimpleNamespace(name="other", shares_weights=False)
-    with pytest.raises(UnsupportedError, match="target other has no experts of policies yet"):
-        Policy(file, target, None, None, 192)  # type: ignore[arg-type]
