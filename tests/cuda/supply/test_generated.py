@@ -68,7 +68,6 @@ OTHERS = [
         if head_dim <= MAX_CODED_HEAD or kv == "f16"
     ),
     Variant("attend", (256, "f16", PART, False, True, False)),
-    Variant("attend", (128, "int4", PART, True, False, True)),
     *(Variant("head_rotate", (head_dim,)) for head_dim in HEADS),
     *(Variant("quantize_input_token", (integer, group)) for integer in (False, True) for group in (16, 32, 64, 128)),
     *(Variant("quantize_input_static", (group,)) for group in (16, 32, 64, 128)),
