@@ -147,7 +147,8 @@ def compiled(code: str, name: str, *flags: str, many: bool = False) -> Path:
 
 
 def compiled_kernel(generated: Generated, *flags: str, level: str = "-O1") -> Path:
-    return compiled(translated(generated), generated.variant.symbol, level, *flags, many=True)
+    # What it calls is in the process already; to look for it in libraries takes as long as a fifth of a small kernel.
+    return compiled(translated(generated), generated.variant.symbol, level, "-nostdlib", *flags, many=True)
 
 
 class _Block:
