@@ -15,6 +15,15 @@ from tests.cuda.emulated import FORWARD, EmulatedDevice
 from tests.targets import cases
 
 Arrays = dict[str, np.ndarray]
+GROUPS = (16, 32, 64, 128)
+
+
+def in_half(bits: int, zero: bool, integer: bool, group: int) -> bool:
+    """Whether a product of integers is in the half of all which is compiled and launched.
+
+    Each combination of any three of the four arguments is in it: what goes wrong in a kernel for all but one of them is seen.
+    """
+    return (bits + zero + integer + GROUPS.index(group or GROUPS[-1])) % 2 == 1
 
 
 def launched(generated: Generated, arrays: Arrays, scalars: dict[str, int | float], order: int = FORWARD) -> Arrays:

@@ -12,7 +12,7 @@ from edgeq.format.quantization import quantize_blocks
 from edgeq.targets.cuda.supply import build
 from edgeq.targets.cuda.supply.pack import Generated
 from tests.cuda.emulated import BACKWARD, FORWARD, SHUFFLED
-from tests.cuda.launching import Product, product_of
+from tests.cuda.launching import GROUPS, Product, in_half, product_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 
@@ -29,8 +29,10 @@ SHARE = [
 """What `make test` runs; the rest is for `make test-cuda`."""
 ALL = [
     (Codec("int", bits, group, symmetric), integer)
-    for bits, group, symmetric, integer in itertools.product(range(2, 9), (16, 32, 64, 128, 0), (True, False), (True, False))
+    for bits, group, symmetric, integer in itertools.product(range(2, 9), (*GROUPS, 0), (True, False), (True, False))
+    if in_half(bits, not symmetric, integer, group)
 ]
+ALL += [each for each in SHARE if each[0].kind == "int" and each not in ALL]
 OTHERS = [
     *(Codec("half", bits, group) for bits, group in zip(range(2, 9), (16, 32, 0, 128, 64, 32, 16), strict=True)),
     *(Codec("s4", bits, group) for bits, group in ((2, 32), (3, 16), (4, 128), (8, 32))),

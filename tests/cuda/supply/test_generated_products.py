@@ -10,20 +10,23 @@ from edgeq.format.codec import BITS
 from edgeq.targets.cuda.supply import nvrtc
 from edgeq.targets.cuda.supply.pack import Variant
 from tests.cuda.compiling import compiles_for_every_gpu
+from tests.cuda.launching import GROUPS, in_half
 
 pytestmark = pytest.mark.cuda
 
-FLAGS, GROUPS = (False, True), (16, 32, 64, 128)
-PRODUCTS = [Variant(*each) for each in itertools.product(("matvec", "matmul"), itertools.product(BITS, FLAGS, FLAGS, GROUPS))]
+FLAGS, KERNELS = (False, True), ("matvec", "matmul")
+PRODUCTS = [
+    Variant(kernel, each) for kernel in KERNELS for each in itertools.product(BITS, FLAGS, FLAGS, GROUPS) if in_half(*each)
+]
 TABLES = [(1, "table", False, 32), (4, "table", True, 16), (4, "table", False, 128), (2, "trellis", False, 128)]
 PRODUCTS += [
     Variant("matvec", each) for each in ((8, "half", False, 128), (2, "s4", True, 32), *TABLES, (3, "trellis", False, 16))
 ]
 PRODUCTS += [Variant("matmul", each) for each in ((8, "s4", False, 128), (3, "trellis", False, 128))]
 """What takes the most registers of all that lies beside integers."""
-SHARE = {Variant("matvec", (4, True, True, 128)), Variant("matmul", (4, True, False, 128))}
+SHARE = {Variant(kernel, (4, True, True, 128)) for kernel in KERNELS}
 """What `make test` compiles; the rest is for `make test-cuda`."""
-EVERYWHERE = {*SHARE, *(Variant("matmul", (bits, True, True, 32)) for bits in BITS)}
+EVERYWHERE = {*SHARE, *(Variant("matmul", (bits, True, bits % 2 == 0, 32)) for bits in BITS)}
 VARIANTS = [pytest.param(v, marks=() if v in SHARE else pytest.mark.exhaustive, id=v.symbol) for v in PRODUCTS]
 
 
