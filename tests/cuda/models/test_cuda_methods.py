@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_256_tokens_of_code(method: str, model_path: Callable[..., Path]) -> None:
-    """In a16 with a cache of f16 the logits; in a8 with caches of integers the distributions, beside those of the CPU."""
+    """In a16 with a cache of f16 the logits; in a8 with caches of integers the distributions, beside the CPU's at 4 bits."""
     file = ModelFile.open(model_path("tiny-llama", method=method, **METHODS[method]))
     text = (Path(__file__).parents[3] / "runtime" / "sampling.py").read_text(encoding="utf-8")
     tokens = np.array(Tokenizer.from_file(file).encode(text)[:TOKENS], np.int32)
@@ -60,11 +60,13 @@ def test_256_tokens_of_code(method: str, model_path: Callable[..., Path]) -> Non
     assert error <= MAX_ERROR
     of_4_bits = any(each.activation and each.activation.bits < 8 for each in file.metadata.linears.values())
     for kv in (KvCodec("int8"), KvCodec("int4", file.metadata.kv.high)):
-        wanted, found, cpu = (run(t, "a8", kv) for t in (load("reference"), CudaTarget(EmulatedDevice()), load("cpu")))
-        ours, theirs = kl(wanted, found), kl(wanted, cpu)
-        print(f"{method}, a8, {kv.name}: KL {ours:.1e} nats, of the CPU {theirs:.1e}")
-        # Codes of 4 bits turn a last bit into a sixteenth of a range, on every target.
-        assert ours <= (2 * max(MAX_KL, theirs) if kv.kind == "int4" or of_4_bits else MAX_KL)
+        wanted, found = (run(t, "a8", kv) for t in (load("reference"), CudaTarget(EmulatedDevice())))
+        ours, most = kl(wanted, found), MAX_KL
+        if kv.kind == "int4" or of_4_bits:
+            # Codes of 4 bits turn a last bit into a sixteenth of a range, on every target.
+            most = 2 * max(MAX_KL, kl(wanted, run(load("cpu"), "a8", kv)))
+        print(f"{method}, a8, {kv.name}: KL {ours:.1e} nats, at most {most:.1e}")
+        assert ours <= most
 
 
 @pytest.mark.parametrize("method", METHODS)
