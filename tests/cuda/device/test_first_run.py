@@ -28,6 +28,9 @@ BARE = "import sys\nsys.modules['tvm'] = sys.modules['nvidia'] = None\n"
 """As on a machine with neither TVM nor NVRTC: Python imports it before anything else."""
 TOOLS = {"compute-sanitizer": "--error-exitcode", "ncu": "--metrics"}
 """Programs that run another one, and the last of their options."""
+# A shell's text that runs that program, and one for a tool that is refused what it needs.
+RUNS = 'while [ "$1" != {} ]; do shift || exit 0; done; shift 2; exec "$@"'
+FAILS = "echo 'no counters for this user'; exit 9"
 
 
 def step(name: str, code: str, minutes: float = 1, program: str = "") -> Step:
@@ -133,16 +136,21 @@ def test_the_archive_is_a_folder_that_runs(tmp_path: Path, monkeypatch: pytest.M
 def test_the_whole_protocol_on_an_imitated_gpu_and_a_failure_in_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without compilers, from the kernels that were carried; then on one whose first launch fails in every process."""
+    """Without compilers, from the kernels that were carried; then on one whose first launch fails in every process, with
+    tools that fail before they run anything, as one does that may not count."""
     if reason := imitated.refusal():
         pytest.skip(reason)
     variants = {*asked.listed("test_largest"), *asked.listed("test_lab_products"), *kernels.of_shapes(["tiny"])}
     made, pack = imitated.kernels(variants, tmp_path / "made"), tmp_path / "pack.xz"
     pack.write_bytes(imitated.pack(variants))
     programs, path = imitated.nvidia_smi(tmp_path / "bin"), tmp_path / "site"
-    for name, last in TOOLS.items():
-        (programs / name).write_text(f'#!/bin/sh\nwhile [ "$1" != {last} ]; do shift || exit 0; done; shift 2; exec "$@"\n')
-        (programs / name).chmod(0o755)
+
+    def install_tools(text: str) -> None:
+        for name, last in TOOLS.items():
+            (programs / name).write_text(f"#!/bin/sh\n{text.format(last)}\n")
+            (programs / name).chmod(0o755)
+
+    install_tools(RUNS)
     path.mkdir()
     (path / "sitecustomize.py").write_text(BARE)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
@@ -176,6 +184,7 @@ def test_the_whole_protocol_on_an_imitated_gpu_and_a_failure_in_every_step(
     assert json.loads((whole / "products.log").read_text()[(whole / "products.log").read_text().index("{") :])["lines"]
     assert " 2 passed" in (whole / "tests.log").read_text()
     assert all(" 1 passed, 1 deselected" in (whole / f"{each}.log").read_text() for each in SANITIZERS)
+    install_tools(FAILS)
     lost = tmp_path / "lost"
     ran = imitated.run(*command, "--out", lost, cache=tmp_path / "cache", kernels=made, sm=120, fail="cuLaunchKernel:719:1")
     assert ran.returncode == 1 and statuses(lost) == dict.fromkeys(protocol, "failed"), statuses(lost)

@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("needs_generator")]
 
 BARE = "import sys; sys.modules['tvm'] = sys.modules['nvidia'] = None; from edgeq.tools.cli.main import main; main()"
 """The command line as on a board: without TVM and NVRTC."""
+FEW = [kernels.Variant("select"), kernels.Variant("scale")]
+"""Kernels of a pack, where it does not matter which."""
 PROMPT = ("-p", "def f(", "-n", "3", "--mode", "a16", "--kv", "f16")
 
 
@@ -85,7 +87,10 @@ def test_a_second_build_has_the_same_bytes_and_compiles_nothing(model: Path, cap
 
 
 @pytest.mark.exhaustive
-def test_a_build_adds_to_a_pack_that_is_trusted(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_build_adds_to_a_pack_that_is_trusted(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgeq.targets.cuda.supply.ahead.needed", lambda *_: (FEW, []))
     built(model, capsys, "sm_87")
     built(model, capsys, "jetson-agx-orin-64gb", "sm_90")
     assert pack_file.decode(kernel_pack.beside(model).read_bytes(), "pack").archs == ["compute_80", "sm_87", "sm_90"]
@@ -149,8 +154,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_no_pack(
     monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setattr(kernels, "cache_folder", lambda: tmp_path / "file")
     monkeypatch.setattr("edgeq.system.trust._folder", lambda: tmp_path / "file" / "trusted")
-    variants = [kernels.Variant("select"), kernels.Variant("scale")]
-    monkeypatch.setattr("edgeq.targets.cuda.supply.ahead.needed", lambda *_: (variants, []))
+    monkeypatch.setattr("edgeq.targets.cuda.supply.ahead.needed", lambda *_: (FEW, []))
     found = built(model, capsys, "sm_87")
     assert found["compiled"] == 2 and pack_file.decode(kernel_pack.beside(model).read_bytes(), "pack").archs
     assert not any(pack.refused is None for pack in supply.packs(ModelFile.open(model)))
@@ -167,7 +171,7 @@ def test_a_model_runs_from_its_pack_on_a_machine_with_a_gpu_and_no_compilers(
     """The command line, cuda.bindings, a pack that has to be trusted; everything but the GPU."""
     if reason := imitated.refusal():
         pytest.skip(reason)
-    built(model, capsys, "sm_87", "sm_90")
+    built(model, capsys, "sm_87")
     pack = pack_file.decode(kernel_pack.beside(model).read_bytes(), "pack")
     here: dict[str, Any] = {"cache": tmp_path / "cache", "kernels": imitated.kernels(pack.kernels, tmp_path / "kernels")}
     refused = bare("run", model, *PROMPT, "--target", "cuda", **here)
