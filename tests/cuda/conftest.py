@@ -29,6 +29,7 @@ LONGEST = (
     "test_products",
     "test_cuda_methods",
     "test_cuda_fused",
+    "test_build",
 )
 """Files that come first: one of them that came last would run alone, while the other processes have nothing to do.
 
