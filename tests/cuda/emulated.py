@@ -50,7 +50,7 @@ MAX_BLOCK, MAX_GRID = 1024, (2**31 - 1, 65535, 65535)
 
 CTYPES = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 CASTS = {"int32": "int", "int64": "int64_t", "float32": "float"}
-ASM = re.compile(r'asm volatile\(\s*"((?:[^"\\]|\\.)*)"\s*:(.*?)\);', re.S)
+ASM = re.compile(r'asm(?: volatile)?\(\s*"((?:[^"\\]|\\.)*)"\s*:(.*?)\);', re.S)
 OPERAND = re.compile(r'"[=+]?\w+"\s*\((\w+)\)')
 INSTRUCTIONS = {
     "add.rn.f32",
@@ -59,6 +59,9 @@ INSTRUCTIONS = {
     "fma.rn.f32",
     "prefetch.global.L2",
     "sub.rn.f16x2",
+    "fma.rn.f16x2",
+    "lop3.b32",
+    "mov.s32",
     "prmt.b32",
     "cp.async.cg.shared.global",
     "cp.async.commit_group",

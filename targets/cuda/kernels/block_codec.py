@@ -6,6 +6,7 @@ from functools import cached_property
 from edgeq.targets.cuda.kernels.product import arithmetic
 from edgeq.targets.cuda.kernels.prologue import WARPS
 from edgeq.targets.cuda.kernels.quantize_input import quantize_block
+from edgeq.targets.cuda.kernels.turns import LINE
 from edgeq.targets.cuda.kernels.weights import WeightForm
 
 
@@ -22,7 +23,11 @@ class BlockCodec:
     @cached_property
     def inlines(self):
         put = quantize_block(self.rule, self.integer, self.group)
-        return put, *self.weights.inlines, *arithmetic(self.integer, self.group == 16, self.weights.halves)
+        return (
+            put,
+            *self.weights.inlines,
+            *arithmetic(self.integer, self.group == 16, self.weights.halves, self.weights.nibbles),
+        )
 
     @cached_property
     def weights(self):
@@ -64,6 +69,21 @@ class BlockCodec:
     def stored(self):
         """Words of weights of an output block."""
         return self.steps * self.chunks * self.bits * 16
+
+    def whole(self, steps, groups, chunks):
+        """Whether so many steps have all of their groups and chunks; a chunk of two groups may have one at the end."""
+        return steps * 2 <= groups if self.group == 16 else steps * self.chunks <= chunks
+
+    @property
+    def asking(self):
+        """Warps that have a thread for each line of the weights of an output block, one more where they begin within a line."""
+        lines = -(-(self.stored + (16 if self.bits % 2 else 0)) // (LINE // 4))
+        return next(warps for warps in (1, 2, WARPS) if lines <= 32 * warps)
+
+    @property
+    def takers(self):
+        """How many times so many warps a block of threads has: they take turns."""
+        return WARPS // self.asking
 
     @property
     def words(self):

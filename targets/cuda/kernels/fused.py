@@ -31,12 +31,11 @@ from edgeq.targets.cuda.kernels.low_rank import low_rank_row
 from edgeq.targets.cuda.kernels.prologue import TOKENS, WARPS, norm_rows, range_of_rows, read_channels
 from edgeq.targets.cuda.kernels.rows import functions
 from edgeq.targets.cuda.kernels.shares import add_products, arrive, begin_to_read, end_of, first_of, leave_products
+from edgeq.targets.cuda.kernels.turns import ask_turn, block_of
 
 MAX_HEAD = 256
 BLOCKS = {"rows": 8, "activate": 8, "heads": MAX_HEAD // 16}
 """Output blocks that a block of threads has at most."""
-LINE = 128
-"""Bytes that the L2 cache fetches at once."""
 POOLS = {"f16": "float16", "int8": "int8", "int4": "uint8"}
 
 
@@ -58,14 +57,6 @@ def fused_heads(kv, rotated, rule, *codecs):
     matrix, rotation                        as head_rotate, where `rotated`
     """
     return fused("heads", rule, codecs, kv=kv, rotated=rotated)
-
-
-def block_of(j, cta, each, most, gated):
-    """Which block of output channels is the j-th of a block of threads; what has none of its own repeats the last."""
-    if gated:
-        inner = T.if_then_else(j < each, j, j - each)
-        return T.min(cta * each + inner, most - 1) + T.if_then_else(j < each, 0, most)
-    return T.min(cta * each + j, most - 1)
 
 
 def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=False):
@@ -131,7 +122,7 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         cta, tile, share = T.cta_id([ctas, T.ceildiv(tokens, TOKENS), shares])
         warp = T.warp_id([WARPS])
         lane = T.lane_id([32])
-        tid: T.let = warp * 32 + lane
+        tid = T.thread_id([WARPS * 32])
         g: T.let = lane // 4
         t: T.let = lane % 4
         count: T.let = T.min(TOKENS, tokens - tile * TOKENS)
@@ -166,11 +157,27 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
         pr = T.alloc_local((1,), "float32")
         total = T.alloc_local((1,), "float32")
         value = T.alloc_local((1,), "float32")
-        turn = T.alloc_local((2,), "int32")  # the round and the output block that are asked for next
+        turn = T.alloc_local((2,), "int32")  # rounds and output blocks that are asked for before they are multiplied
+        stop = T.alloc_local((1,), "int32")  # the round after the last one
         before = T.alloc_shared((1,), "int32")
         last = T.alloc_local((1,), "int32")
+        # What many turns share.
+        read_at = T.alloc_local((3,), "int32")
+        number_at = T.alloc_local((1,), "int32")
+        of_block = T.alloc_local((1,), "int32")
+        input_at = T.alloc_local((1,), "int32")
+        sum_at = T.alloc_local((1,), "int32")
         blocks: T.let = each * (2 if gated else 1)
         place: T.let = tile * ctas + cta
+
+        @T.inline
+        def keep(to, i, value):
+            # By a `mov` of its own, as the compiler would rather compute it in each turn.  With zero points it may: an H100
+            # holds seven blocks of threads up to 72 registers.
+            if one.weights.zero:
+                to[i] = value
+            else:
+                T.ptx.mov.s32(to[i], value)
 
         @T.inline
         def read(to, n, first, apart, end):
@@ -199,100 +206,129 @@ def fused(after, rule, codecs, function="silu", gated=False, kv="f16", rotated=F
                         groups - r * code.groups, lane)  # fmt: skip
 
         @T.inline
+        def multiply_group(code, decode, operand_a, operand_b, multiply, scaled, acc, sc, i, h):
+            at: T.let = i * WARPS + warp
+            of_step: T.let = i * code.parts + h
+            for k in T.unroll(4):
+                acc[k] = T.Cast(code.sum, 0)
+            for c in T.unroll(code.chunks):
+                decode(w, (i * code.chunks + c) * code.weights.words, quad, table, 0, g, t)
+                for k in T.unroll(2):
+                    zero[k] = zp[of_step * 2 + k]
+                operand_a(a, quad, zero)
+                operand_b(b, quantized, (i * WARPS * code.chunks + c) * TOKENS, input_at[0])
+                multiply(acc, 0, a, 0, b, h)
+            for n in T.unroll(2):
+                of_tokens[n] = xs[(at * code.parts + h) * TOKENS + t * 2 + n]
+                if code.integer:
+                    sums_of_x[n] = xn[(at * code.parts + h) * TOKENS + t * 2 + n]
+            for k in T.unroll(2):
+                for n in T.unroll(2):
+                    scaled(pr, acc, k * 2 + n, sc[of_step * 2 + k], zp[of_step * 2 + k], of_tokens, sums_of_x, n)
+                    part[(at * code.parts + h) * 128 + (g * 2 + k) * 8 + t * 2 + n] = pr[0]
+
+        @T.inline
         def multiply_block(
-            code, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r, block, groups,
-            chunks, stride
+            code, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z, u, r, block,
+            groups, chunks, stride
         ):  # fmt: skip
             begin(table, above, 0, z, u, block, g)
             # All of the round that this warp reads is asked for before the first product.
-            for i in T.unroll(code.steps // WARPS):
-                for c in T.unroll(code.chunks):
-                    chunk: T.let = T.min((r * code.steps + i * WARPS + warp) * code.chunks + c, chunks - 1)
-                    load(q, w, (i * code.chunks + c) * code.weights.words, g, t, (block * chunks + chunk) * (code.bits * 16))
+            step: T.let = r * code.steps + warp
+            if code.whole(step + code.steps - WARPS + 1, groups, chunks):
+                # Of whole groups all lies at constant distances from two addresses.
+                for i in T.unroll(code.steps // WARPS):
+                    for c in T.unroll(code.chunks):
+                        load(q, w, (i * code.chunks + c) * code.weights.words, read_at,
+                             (block * chunks + (i * WARPS * code.chunks + c)) * (code.bits * 16))  # fmt: skip
+                    for h in T.unroll(code.parts):
+                        numbers(sc, zp, i * code.parts + h, above, 0, s, z,
+                                block * of_block[0] + number_at[0] + (i * WARPS * code.parts + h) * stride, g)  # fmt: skip
+            else:
+                for i in T.unroll(code.steps // WARPS):
+                    for c in T.unroll(code.chunks):
+                        chunk: T.let = T.min((step + i * WARPS) * code.chunks + c, chunks - 1)
+                        load(q, w, (i * code.chunks + c) * code.weights.words, code.weights.places(g, t),
+                             (block * chunks + chunk) * (code.bits * 16))  # fmt: skip
+                    for h in T.unroll(code.parts):
+                        grp: T.let = T.min((step + i * WARPS) * code.parts + h, groups - 1)
+                        numbers(sc, zp, i * code.parts + h, above, 0, s, z, block * of_block[0] + grp * stride, g)
+                # Without it the compiler makes one of both, which computes each address.
+                T.ptx.prmt.b32(w[0], w[0], w[0], T.uint32(0x3210))
             for i in T.unroll(code.steps // WARPS):
                 for h in T.unroll(code.parts):
-                    grp: T.let = T.min((r * code.steps + i * WARPS + warp) * code.parts + h, groups - 1)
-                    at_scale: T.let = block * ((groups - 1) * stride + 1) + grp * stride
-                    numbers(sc, zp, i * code.parts + h, above, 0, s, z, at_scale, g)
-            for i in T.unroll(code.steps // WARPS):
-                for h in T.unroll(code.parts):
-                    at: T.let = i * WARPS + warp
-                    of_step: T.let = i * code.parts + h
-                    if (r * code.steps + at) * code.parts + h < groups:
-                        for k in T.unroll(4):
-                            acc[k] = T.Cast(code.sum, 0)
-                        for c in T.unroll(code.chunks):
-                            decode(w, (i * code.chunks + c) * code.weights.words, quad, table, 0, g, t)
-                            for k in T.unroll(2):
-                                zero[k] = zp[of_step * 2 + k]
-                            operand_a(a, quad, zero)
-                            operand_b(b, quantized, (at * code.chunks + c) * TOKENS + g, t)
-                            multiply(acc, 0, a, 0, b, h)
-                        for n in T.unroll(2):
-                            of_tokens[n] = xs[(at * code.parts + h) * TOKENS + t * 2 + n]
-                            if code.integer:
-                                sums_of_x[n] = xn[(at * code.parts + h) * TOKENS + t * 2 + n]
-                        for k in T.unroll(2):
-                            for n in T.unroll(2):
-                                scaled(pr, acc, k * 2 + n, sc[of_step * 2 + k], zp[of_step * 2 + k], of_tokens, sums_of_x, n)
-                                part[(at * code.parts + h) * 128 + (g * 2 + k) * 8 + t * 2 + n] = pr[0]
+                    # What comes of a first step behind the last group is not read.
+                    if i == 0 and h == 0 or (step + i * WARPS) * code.parts + h < groups:
+                        multiply_group(code, decode, operand_a, operand_b, multiply, scaled, acc, sc, i, h)
 
         @T.inline
-        def ask_lines(array, start, count, IN_LINE):
-            # A line for each thread, from the beginning of the first one: arrays begin where a line does.
-            at: T.let = (start & -IN_LINE) + tid * IN_LINE
-            if at < start + count:
-                T.ptx["prefetch.global.L2"](array.ptr_to([at]))
-
-        @T.inline
-        def ask(code, q, s, z, groups, chunks, stride):
-            # What the next turn reads, one round of an output block, comes from memory while others are multiplied.
-            if turn[0] < end_of(share, shares, T.ceildiv(groups, code.groups)):
-                block: T.let = block_of(turn[1], cta, each, most, gated)
-                ask_lines(q, block * (chunks * code.bits * 16) + turn[0] * code.stored,
-                          T.min(code.stored, chunks * code.bits * 16 - turn[0] * code.stored), LINE // 4)  # fmt: skip
-                number: T.let = block * ((groups - 1) * stride + 1) + turn[0] * code.groups * stride
-                held: T.let = (T.min(code.groups, groups - turn[0] * code.groups) - 1) * stride + 1
-                ask_lines(s, number * code.weights.scales, held * code.weights.scales, LINE // 2)
-                if code.weights.zero:
-                    ask_lines(z, number * 16, held * 16, LINE)
-            turn[1] = turn[1] + 1
-            if turn[1] == blocks:
-                turn[0] = turn[0] + 1
-                turn[1] = 0
+        def ask(code, q, s, z, groups, chunks, stride, turns, r, j):
+            # What a turn reads, one round of an output block, comes from memory while others are multiplied.  As many warps as
+            # it has lines for ask for it, and the next ones for the turn after it.
+            if turns % code.takers == warp // code.asking and r < stop[0]:
+                ask_turn(code, q, s, z, block_of(j, cta, each, most, gated), r, groups, chunks, stride,
+                         tid % (code.asking * 32))  # fmt: skip
 
         @T.inline
         def ask_first(code, q, s, z, groups, chunks, stride):
-            turn[0] = first_of(share, shares, T.ceildiv(groups, code.groups))
+            T.ptx.mov.s32(stop[0], end_of(share, shares, T.ceildiv(groups, code.groups)))
+            turn[0] = 0
             turn[1] = 0
-            for _ in T.serial(ahead):
-                ask(code, q, s, z, groups, chunks, stride)
+            for n in T.serial(ahead):
+                ask(code, q, s, z, groups, chunks, stride, n,
+                    first_of(share, shares, T.ceildiv(groups, code.groups)) + turn[0], turn[1])  # fmt: skip
+                turn[1] = turn[1] + 1
+                if turn[1] == blocks:
+                    turn[0] = turn[0] + 1
+                    turn[1] = 0
 
         @T.inline
-        def multiply_rows(code, put, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, to, q, s, z,
-                          u, start, columns, groups, chunks, stride, limit):  # fmt: skip
-            for r in T.serial(
-                first_of(share, shares, T.ceildiv(groups, code.groups)), end_of(share, shares, T.ceildiv(groups, code.groups))
-            ):
+        def ask_next(code, q, s, z, groups, chunks, stride, r, j):
+            over: T.let = T.Cast("int32", j + turn[1] >= blocks)
+            ask(code, q, s, z, groups, chunks, stride, j, r + turn[0] + over, j + turn[1] - over * blocks)
+
+        @T.inline
+        def read_from(code, i, r):
+            T.ptx.mov.s32(read_at[i], code.weights.places(g, t)[i] + (r * code.steps + warp) * code.chunks * (code.bits * 8))
+
+        @T.inline
+        def multiply_rows(
+            code, put, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, to, q, s, z, u,
+            start, columns, groups, chunks, stride, limit
+        ):  # fmt: skip
+            keep(input_at, 0, t + (warp * code.chunks * TOKENS + g) * (8 if code.group == 16 else 4))
+            for j in T.serial(blocks):
+                to[sum_at[0] + j * 16] = T.float32(0)
+            for r in T.serial(first_of(share, shares, T.ceildiv(groups, code.groups)), stop[0]):
                 make_form(code, put, r, start, columns, groups, limit)
                 T.cuda.cta_sync()
+                read_from(code, 0, r)
+                if code.weights.planes > 1:
+                    read_from(code, 1, r)
+                if code.weights.planes > 2:
+                    read_from(code, 2, r)
+                keep(number_at, 0, (r * code.steps + warp) * code.parts * stride)
+                T.ptx.mov.s32(of_block[0], (groups - 1) * stride + 1)
                 for j in T.serial(blocks):
-                    ask(code, q, s, z, groups, chunks, stride)
-                    multiply_block(code, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc, q, s, z,
-                                   u, r, block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
+                    ask_next(code, q, s, z, groups, chunks, stride, r, j)
+                    multiply_block(code, begin, numbers, load, decode, operand_a, operand_b, multiply, scaled, acc, sc,
+                                   q, s, z, u, r, block_of(j, cta, each, most, gated), groups, chunks, stride)  # fmt: skip
                     T.cuda.cta_sync()
                     held: T.let = T.min(code.groups, groups - r * code.groups)
                     if not TWO and shares > 1:
                         leave_products(sums, (place * blocks + j) * groups * 128, r * code.groups, part, held, count, tid)
                     else:
-                        total[0] = T.float32(0)
-                        if r > 0:
-                            total[0] = to[tid % 8 * SPAN + j * 16 + tid // 8]
-                        for i in T.serial(held):
-                            T.ptx.add.rn.f32(total[0], total[0], part[i * 128 + tid])
-                        to[tid % 8 * SPAN + j * 16 + tid // 8] = total[0]
+                        total[0] = to[sum_at[0] + j * 16]
+                        if held == code.groups:
+                            for i in T.unroll(code.groups):
+                                T.ptx.add.rn.f32(total[0], total[0], part[i * 128 + tid])
+                        else:
+                            for i in T.serial(held):
+                                T.ptx.add.rn.f32(total[0], total[0], part[i * 128 + tid])
+                        to[sum_at[0] + j * 16] = total[0]
                     T.cuda.cta_sync()
 
+        keep(sum_at, 0, tid % 8 * SPAN + tid // 8)
         # Before the norm.
         ask_first(one, q, s, z, groups, chunks, stride)
         if norm != 0:

@@ -20,16 +20,55 @@ from tvm.script import tirx as T
 
 from edgeq.targets.cuda.kernels.weights import WeightForm
 
-CENTER_F16, HALVES_F16 = 0x6400, 0x5C00
+CENTER_F16, HALVES_F16, NIBBLES_F16 = 0x6400, 0x5C00, 0x5400
 """1024 in f16: its bits | q are 1024 + q for q below 1024, without a conversion.  And 256: its bits | 4 q are 256 + q for q
-below 256, and halves are exact there."""
+below 256, and halves are exact there.  And 64: its bits | 16 q are 64 + q for q below 64, and sixteenths are."""
+SIXTEENTH_F16, NEXT_F16 = 0x2C00, 0x6380
+"""1 / 16 in f16, and 960: 1024 - 960 is 64."""
+AND_OR = 0xEA
+"""(a & b) | c as the table of a lop3."""
 
 
-def arithmetic(integer, small, halves):
+def arithmetic(integer, small, halves, nibbles):
     """Inline: operand A of a chunk, operand B of it, their mma, and the product of a group's sum with its scales.
 
-    halves   zero points are half steps, and of integers the scale is that of half a step
+    halves    zero points are half steps, and of integers the scale is that of half a step
+    nibbles   quad[0, v] has both quads of a channel in its halves of bytes (WeightForm.nibbles)
+
+    Each pair of numbers of operand A takes the fewest instructions: one that puts its bits into f16 numbers, and one that
+    takes the zero point from them, exactly.
     """
+
+    @T.inline
+    def pair(to, word, mask, bits):
+        T.ptx.lop3.b32(to, word, T.uint32(mask), T.uint32(bits * 0x10001), AND_OR)
+
+    @T.inline
+    def pair_of_bytes(to, quad, p, zero):
+        if halves:
+            pair(to, (quad >> T.Cast("uint32", 6 * p)) << T.Cast("uint32", 2 - 2 * p), 0x03FC03FC, HALVES_F16)
+            T.ptx.sub.rn.f16x2(to, to, T.Cast("uint32", (zero * 2 + HALVES_F16) * 0x10001))
+        else:
+            T.ptx.prmt.b32(to, quad, T.uint32((CENTER_F16 >> 8) * 0x01010101), T.Cast("uint32", 0x4240 + 0x0101 * p))
+            T.ptx.sub.rn.f16x2(to, to, T.Cast("uint32", (zero + CENTER_F16) * 0x10001))
+
+    @T.inline
+    def pair_of_nibbles(to, word, k, p, zero):
+        # That of quad 0 lies at bit 8 p, that of quad 1 four bits above.
+        if halves:
+            if k + p == 0:
+                pair(to, word << T.uint32(4), 0x00F000F0, NIBBLES_F16)
+            else:
+                pair(to, word >> T.Cast("uint32", 8 * p + 4 * k - 4), 0x00F000F0, NIBBLES_F16)
+            T.ptx.sub.rn.f16x2(to, to, T.Cast("uint32", (zero * 8 + NIBBLES_F16) * 0x10001))
+        elif k == 0:
+            pair(to, word >> T.Cast("uint32", 8 * p), 0x000F000F, CENTER_F16)
+            T.ptx.sub.rn.f16x2(to, to, T.Cast("uint32", (zero + CENTER_F16) * 0x10001))
+        else:
+            below = T.alloc_local((1,), "uint32")
+            T.ptx.sub.rn.f16x2(below[0], T.uint32(NEXT_F16 * 0x10001), T.Cast("uint32", (zero + CENTER_F16) * 0x10001))
+            pair(to, word >> T.Cast("uint32", 8 * p), 0x00F000F0, CENTER_F16)
+            T.ptx.fma.rn.f16x2(to, to, T.uint32(SIXTEENTH_F16 * 0x10001), below[0])
 
     @T.inline
     def operand_a(a, quad, zp):
@@ -39,19 +78,10 @@ def arithmetic(integer, small, halves):
                     a[k * 2 + v] = quad[k, v]
                 else:
                     for p in T.unroll(2):
-                        if halves:
-                            T.ptx.sub.rn.f16x2(
-                                a[k * 4 + p * 2 + v],
-                                (((quad[k, v] >> T.uint32(6 * p)) << T.uint32(2 - 2 * p)) & T.uint32(0x03FC03FC))
-                                | T.uint32(HALVES_F16 * 0x10001),
-                                T.Cast("uint32", (zp[v] * 2 + HALVES_F16) * 0x10001),
-                            )
+                        if nibbles:
+                            pair_of_nibbles(a[k * 4 + p * 2 + v], quad[0, v], k, p, zp[v])
                         else:
-                            T.ptx.sub.rn.f16x2(
-                                a[k * 4 + p * 2 + v],
-                                ((quad[k, v] >> T.uint32(8 * p)) & T.uint32(0x00FF00FF)) | T.uint32(CENTER_F16 * 0x10001),
-                                T.Cast("uint32", (zp[v] + CENTER_F16) * 0x10001),
-                            )
+                            pair_of_bytes(a[k * 4 + p * 2 + v], quad[k, v], p, zp[v])
 
     @T.inline
     def operand_b(b, x, token, t):
@@ -111,7 +141,7 @@ def matvec(bits, beside, integer, group, WARPS=4):
     ROUND, SUM = PER * WARPS, "uint32" if integer else "float32"
     weights = WeightForm(bits, beside, integer, group)
     begin, numbers, load, decode = weights.inlines
-    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
+    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves, weights.nibbles)
 
     @T.prim_func
     def matvec_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
@@ -172,7 +202,7 @@ def matvec(bits, beside, integer, group, WARPS=4):
                             acc[v] = T.Cast(SUM, 0)
                         for c in T.unroll(CHUNKS):
                             chunk: T.let = step * CHUNKS + c
-                            load(q, w, 0, g, t, (block * chunks + T.min(chunk, chunks - 1)) * (bits * 16))
+                            load(q, w, 0, weights.places(g, t), (block * chunks + T.min(chunk, chunks - 1)) * (bits * 16))
                             decode(w, 0, quad, table, 0, g, t)
                             operand_a(a, quad, zp)
                             operand_b(b, x, chunk * padded + tile * 8 + g, t)
@@ -205,7 +235,7 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     COPIES = CHUNKS * LINE
     weights = WeightForm(bits, beside, integer, group)
     begin, numbers, load, decode = weights.inlines
-    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves)
+    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves, weights.nibbles)
 
     @T.prim_func
     def matmul_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
@@ -292,7 +322,13 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
                     for c in T.unroll(CHUNKS):
                         for j in T.unroll(BLOCKS):
                             row_block: T.let = T.min((column * WARPS + warp) * BLOCKS + j, blocks - 1)
-                            load(q, w, 0, g, t, (row_block * chunks + T.min(step * CHUNKS + c, chunks - 1)) * (bits * 16))
+                            load(
+                                q,
+                                w,
+                                0,
+                                weights.places(g, t),
+                                (row_block * chunks + T.min(step * CHUNKS + c, chunks - 1)) * (bits * 16),
+                            )
                             decode(w, 0, quad, table, j, g, t)
                             for v in T.unroll(2):
                                 zz[v] = zp[j * 2 + v]

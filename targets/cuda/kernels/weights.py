@@ -110,9 +110,23 @@ class WeightForm:
         return ENTRY_ZERO if self.looked_up else (1 << self.bits) - 1 if self.halves else 1 << (self.bits - 1)
 
     @property
+    def nibbles(self):
+        """Whether f16 numbers are made of a word as it is read: it has both quads of a channel in its halves of bytes."""
+        return self.bits == 4 and not self.integer and not self.looked_up and not self.apart(4)
+
+    @property
     def words(self):
         """Registers of what a lane reads of a chunk: two for each line that has quads of it."""
         return sum(2 * (1 + self.apart(plane)) for plane in PLANES[self.bits])
+
+    @property
+    def planes(self):
+        """How many there are."""
+        return len(PLANES[self.bits])
+
+    def places(self, g, t):
+        """Where a lane reads in the lines of each plane, in units of two words."""
+        return tuple((t if self.group == 16 else 2 * t) * plane // 8 * 8 + g for plane in PLANES[self.bits])
 
     def apart(self, plane):
         """Whether the two quads of a lane lie in lines of their own, and not in one."""
@@ -163,30 +177,31 @@ class WeightForm:
         return begin, numbers
 
     def _loader(self):
-        """Inline: w[at : at + words] is what a lane reads of a chunk, line after line; `base` in words."""
+        """Inline: w[at : at + words] is what a lane reads of a chunk, line after line; `places`, and `base` in words."""
         planes, small, apart = planes_of(self.bits), self.group == 16, self.apart
         (p0, l0, _), (p1, l1, _), (p2, l2, _) = (planes + [planes[0]] * 2)[:3]
         count = len(planes)
 
         @T.inline
-        def lines(q, w, at, g, t, base, p, line):
+        def lines(q, w, at, place, base, p, line):
             for k in T.unroll(1 + apart(p)):
                 for v in T.vectorized(2):
-                    w[at + k * 2 + v] = q[base + (line + (t + 4 * k if small else 2 * t + k) * p // 8) * 16 + g * 2 + v]
+                    w[at + k * 2 + v] = q[base + (line + k * (p // 2 if small else 1)) * 16 + place * 2 + v]
 
         @T.inline
-        def load(q, w, at, g, t, base):
-            lines(q, w, at, g, t, base, p0, l0)
+        def load(q, w, at, places, base):
+            lines(q, w, at, places[0], base, p0, l0)
             if count > 1:
-                lines(q, w, at + 2 * (1 + apart(p0)), g, t, base, p1, l1)
+                lines(q, w, at + 2 * (1 + apart(p0)), places[1], base, p1, l1)
             if count > 2:
-                lines(q, w, at + 2 * (2 + apart(p0) + apart(p1)), g, t, base, p2, l2)
+                lines(q, w, at + 2 * (2 + apart(p0) + apart(p1)), places[2], base, p2, l2)
 
         return load
 
     def _decoder(self):
-        """Inline: the two quads of a chunk that a lane has, for its two channels, as bytes quad[k, v], of what was loaded."""
-        planes, small, apart = planes_of(self.bits), self.group == 16, self.apart
+        """Inline: the two quads of a chunk that a lane has, for its two channels, as bytes quad[k, v], of what was loaded; of
+        nibbles the words."""
+        planes, small, apart, nibbles = planes_of(self.bits), self.group == 16, self.apart, self.nibbles
         (p0, _, s0), (p1, _, s1), (p2, _, s2) = (planes + [planes[0]] * 2)[:3]
         count = len(planes)
 
@@ -205,7 +220,11 @@ class WeightForm:
 
         @T.inline
         def decode(w, at, quad, table, j, g, t):
-            plane(w, at, quad, t, p0, s0)
+            if nibbles:
+                for v in T.unroll(2):
+                    quad[0, v] = w[at + v]
+            else:
+                plane(w, at, quad, t, p0, s0)
             if count > 1:
                 plane(w, at + 2 * (1 + apart(p0)), quad, t, p1, s1)
             if count > 2:

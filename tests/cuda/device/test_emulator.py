@@ -71,6 +71,24 @@ __forceinline__ __device__ void prmt(uint& d, uint a, uint b, uint c) {
     assert result[:5].tolist() == [0x33221180, 0x77553311, 0x66442280, 0x008080FF, 0x80804477]
 
 
+def test_bits_that_a_table_names_and_pairs_that_are_multiplied_and_added() -> None:
+    """Written out: (a & b) | c is the table 0xEA; 1024 + 16 * 11 and 1024 + 16 * 5, times 1 / 16, less 72, are 3 and -3."""
+    inline = """
+__forceinline__ __device__ void lop3(uint& d, uint a, uint b, uint c) {
+  asm volatile("lop3.b32 %0, %1, %2, %3, 234;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+}
+__forceinline__ __device__ void fma2(uint& d, uint a, uint b, uint c) {
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+}
+"""
+    body = """
+      lop3(out[threadIdx.x], in[0], 0x00F000F0u, 0x64006400u);
+      fma2(out[32 + threadIdx.x], out[threadIdx.x], 0x2C002C00u, 0xD480D480u);"""
+    result = run(kernel(body, 32, "pairs", inline), np.array([0x12B73459], np.uint32), 64)
+    assert result[0] == 0x64B06450
+    assert result[32:33].view(np.float16).tolist() == [-3, 3]
+
+
 def test_the_fragments_of_an_mma() -> None:
     """Against the matrices, with the layout of the PTX manual written out: A 16 x 16 by row, B 16 x 8 by column."""
     rng = np.random.default_rng(0)

@@ -30,7 +30,7 @@ def test_a_product_takes_the_longest_of_its_bytes_its_chain_and_its_instructions
     found = product_bounds(WORK, AGX, CODEC, EXPECTED)
     assert found.memory == pytest.approx(2048 * 2048 * 4.125 / 8 / (0.8 * 204.8e9))
     assert found.chain == pytest.approx(6180 / 1.3e9)
-    assert found.issue == pytest.approx(2048 * 2048 * 4.125 / 8 / (16 * 1.3e9 * 4096 / 202))
+    assert found.issue == pytest.approx(2048 * 2048 * 4.125 / 8 / (16 * 1.3e9 * 4096 / 156))
     assert (found.seconds, found.name) == (found.memory, "bytes")
     assert product_bounds(WORK, H200, CODEC, EXPECTED).name == "latency"
     assert product_bounds(replace(WORK, rows=65536), NANO, CODEC, BETTER).name == "bytes"

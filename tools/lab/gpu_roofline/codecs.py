@@ -18,27 +18,29 @@ BOARDS = ("jetson-orin-nano-8gb", "jetson-agx-orin-64gb", "rtx-4060-laptop", "rt
 
 @dataclass(frozen=True)
 class Instructions:
-    """A turn of the inner loop of `matvec`: loads of weights and of the input, what decodes them, mma, scales."""
+    """A turn of the inner loop of a product: loads of weights and of the input, what decodes them, mma, scales."""
 
     a16: int
     a8: int
 
 
 COUNTED: Mapping[str, Instructions] = {
-    "i4 g128": Instructions(207, 111),
-    "i3 g128": Instructions(304, 199),
-    "i2 g128": Instructions(209, 137),
-    "i4 g128 half s4": Instructions(233, 137),
+    "i4 g128": Instructions(171, 111),
+    "i3 g128": Instructions(257, 199),
+    "i2 g128": Instructions(194, 137),
+    "i4 g128 half s4": Instructions(194, 137),
     "i2 g128 half": Instructions(243, 142),
-    "i2 g128 half s4": Instructions(251, 148),
-    "n4 g128": Instructions(319, 213),
-    "n3 g128": Instructions(333, 228),
-    "n2 g128": Instructions(280, 174),
-    "t3 g128 s4": Instructions(461, 356),
-    "t2 g128 s4": Instructions(358, 253),
-    "t1 g128 s4": Instructions(357, 250),
+    "i2 g128 half s4": Instructions(253, 148),
+    "n4 g128": Instructions(272, 213),
+    "n3 g128": Instructions(286, 228),
+    "n2 g128": Instructions(232, 174),
+    "t3 g128 s4": Instructions(415, 356),
+    "t2 g128 s4": Instructions(312, 253),
+    "t1 g128 s4": Instructions(311, 250),
 }
 """By nvdisasm in what NVRTC 12.6 makes of `matvec` for sm_87."""
+FUSED = Instructions(39, 28)
+"""For 512 weights of `fused_rows`, i4 g128 (tests/cuda/supply/test_machine_code.py)."""
 
 
 def codecs_section() -> Iterator[str]:
@@ -51,7 +53,9 @@ Instructions that a warp of `matvec` issues for 512 weights in groups of 128, al
 *counted* in the machine code for sm_87; and the bytes, scales included, and the weights that a multiprocessor gets through in
 a clock where nothing but instructions bounds it, {ISSUED} in a clock. To keep its memory busy it must get through, in bytes a
 clock: {needs}.
-Where a codec has fewer, a product for one token takes the ratio of the two longer than its bytes do.
+Where a codec has fewer, a product for one token takes the ratio of the two longer than its bytes do. Fused products, which
+decode a token, issue fewer: {FUSED.a16} instructions in a16 and {FUSED.a8} in a8 for 512 weights of i4 g128, with what sums
+groups and asks for lines of L2.
 
 | codec | bytes of 512 weights | instructions, a16 | a8 | bytes a clock, a16 | a8 | weights a clock, a16 | a8 |
 |---|---|---|---|---|---|---|---|"""

@@ -51,8 +51,9 @@ ADD_PARTS, ADDED_TOGETHER = 1900, 24
 """Clocks of leaving the sums of parts and adding those of so many: four times L2 (270), a counter (500), arithmetic (300)."""
 ATTENTION_HELD = 2
 """Blocks of threads of attention that a multiprocessor holds at least, as the compiler is asked for."""
-BYTES_PER_CLOCK = 4 * 1024 / 202
-"""Bytes of weights for which a multiprocessor can issue instructions: 202 for 2,048 weights of a warp, four in a clock."""
+BYTES_PER_CLOCK = 4 * 1024 / 156
+"""Bytes of weights for which a multiprocessor can issue instructions, four in a clock: 156 for 2,048 weights of a warp, with
+what sums groups and asks for lines (tests/cuda/supply/test_machine_code.py counts them)."""
 
 
 @dataclass(frozen=True)
