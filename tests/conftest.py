@@ -15,7 +15,7 @@ import pytest
 
 from edgeq.system import machine
 from edgeq.targets.cpu.jit import compile
-from tests.family_checkpoints import build_checkpoint
+from tests.checkpoints.families import build_checkpoint
 
 pytest_plugins = ["tests.workers"]
 

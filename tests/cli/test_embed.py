@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from edgeq.runtime import Model
+from tests.checkpoints.embeddings import PROMPTS, embedding_checkpoint
+from tests.checkpoints.encoders import bert_reranker, qwen3_reranker
 from tests.cli.refusal import refused
 from tests.cli.running import Run, objects
-from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
-from tests.encoder_checkpoints import bert_reranker, qwen3_reranker
 
 QUERY = "What is the capital of France?"
 DOCUMENTS = ["Bananas are yellow.", "Paris is the capital.", "tab\there"]

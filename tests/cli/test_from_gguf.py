@@ -12,9 +12,9 @@ from click.testing import Result
 from gguf import GGMLQuantizationType as Type
 from PIL import Image
 from tokenizers import Tokenizer
-from vision_checkpoints import TRAINED
 
 from edgeq.format.container import ModelFile
+from tests.checkpoints.vision import TRAINED
 from tests.cli.refusal import refused
 from tests.converters.importers.gguf_files import in_type, write_gguf
 from tests.converters.importers.mmproj_files import write_pair

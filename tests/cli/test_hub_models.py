@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 from gguf import GGMLQuantizationType as Type
-from vision_checkpoints import TRAINED
 
+from tests.checkpoints.vision import TRAINED
 from tests.cli.refusal import refused
 from tests.converters.checkpoint.hub import Hub, served
 from tests.converters.importers.gguf_files import in_type, write_gguf

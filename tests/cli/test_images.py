@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import Result
 from PIL import Image
-from vision_checkpoints import build
 
 from edgeq.errors import InputError
 from edgeq.runtime import Batch, Model
 from edgeq.tools.lab.signs import Sample, answers, read, write
+from tests.checkpoints.vision import build
 
 pytestmark = pytest.mark.usefixtures("works_here")
 

@@ -16,7 +16,7 @@ from edgeq.system.confinement import ConfinementLimits
 from edgeq.text import foreign_tokenizer, tokenizer_rules
 from edgeq.text.foreign_tokenizer import MAX_TOKENIZER, SafeTokenizer, load
 from edgeq.text.tokenizer_rules import LINEAR_PATTERNS, MAX_ADDED, MAX_CONTENT, MAX_PARTS, MAX_TEXT, is_linear
-from tests.encoder_checkpoints import write_word_pieces
+from tests.checkpoints.encoders import write_word_pieces
 
 ROOT = Path(__file__).parent.parent.parent
 PLAIN: dict[str, Any] = json.loads((ROOT / "models" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8"))

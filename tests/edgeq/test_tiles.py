@@ -17,11 +17,11 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMVisionEmbeddings
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
-from vision_checkpoints import build, reference
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.pictures.frames import interpolated
 from edgeq.runtime import Model
+from tests.checkpoints.vision import build, reference
 from tests.edgeq.lfm2_vl_processor import processed
 from tests.edgeq.lfm2_vl_processor import shown as shown_of_lfm
 

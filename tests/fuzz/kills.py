@@ -13,7 +13,7 @@ from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.format.partial import partial_path
 
 sys.path.append(str(Path(__file__).parents[2]))
-from tests.family_checkpoints import build_checkpoint  # noqa: E402
+from tests.checkpoints.families import build_checkpoint  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 1}
 CALIBRATED = {"calibration": "built-in", "calibration_rows": 1, "calibration_length": 16}

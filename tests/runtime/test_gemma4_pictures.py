@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil, get_aspect_ratio_preserving_size
 from transformers.models.gemma4.modeling_gemma4 import Gemma4ClippableLinear
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
-from vision_checkpoints import IMAGE, build, reference
 
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.families import LAYER_ROWS
@@ -38,6 +37,7 @@ from edgeq.pictures.whole_pictures import next_run
 from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
+from tests.checkpoints.vision import IMAGE, build, reference
 
 NAMES = ("gemma4", "gemma4_whole")
 TOKEN, BEGIN, END = "<|image_pad|>", "<|image>", "<image|>"

@@ -18,8 +18,8 @@ pytest.importorskip("prometheus_client")
 import edgeq
 from edgeq.errors import InputError
 from edgeq.runtime import Model, Requantization, Sampling
-from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
-from tests.encoder_checkpoints import bert_reranker
+from tests.checkpoints.embeddings import PROMPTS, embedding_checkpoint
+from tests.checkpoints.encoders import bert_reranker
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "python.md"
 

@@ -18,7 +18,7 @@ from edgeq.format.container import ModelFile
 from edgeq.network.pooling import DenseLayer, Pooling, RankingPrompt
 from edgeq.runtime import Model
 from edgeq.targets.reference import attention as reference_attention
-from tests.encoder_checkpoints import bert_reranker, qwen3_reranker, xlm_roberta
+from tests.checkpoints.encoders import bert_reranker, qwen3_reranker, xlm_roberta
 
 QUERY = "What is the capital of France?"
 # A control token that is spelled out, and places of the prompt, are text.

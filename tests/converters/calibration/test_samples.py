@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from vision_checkpoints import IMAGE, TRAINED
 
 from edgeq.converters.calibration.samples import FILE, PictureSamples, read_samples
 from edgeq.converters.checkpoint.download import HubAccess
@@ -22,6 +21,7 @@ from edgeq.converters.planning.method_options import check_method_options
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
 from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedError
+from tests.checkpoints.vision import IMAGE, TRAINED
 
 pytestmark = pytest.mark.usefixtures("works_here")
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from vision_checkpoints import build
 
 from edgeq.converters.calibration.sample_forward import SampleForward
 from edgeq.converters.calibration.samples import PictureSamples
@@ -22,6 +21,7 @@ from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
+from tests.checkpoints.vision import build
 
 pytestmark = pytest.mark.usefixtures("works_here")
 

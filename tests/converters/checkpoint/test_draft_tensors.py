@@ -21,8 +21,8 @@ from edgeq.format.codec import as_float32, dequantize
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from edgeq.runtime import Model
-from tests.draft_checkpoints import add_draft_layer, read_tensors
-from tests.vision_checkpoints import build
+from tests.checkpoints.drafts import add_draft_layer, read_tensors
+from tests.checkpoints.vision import build
 
 Checkpoint = Callable[..., Path]
 

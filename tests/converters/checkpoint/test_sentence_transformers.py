@@ -25,7 +25,7 @@ from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedErr
 from edgeq.format.container import ModelFile
 from edgeq.network.pooling import DenseLayer, Pooling
 from edgeq.text.tokenizer import Tokenizer
-from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint, write_settings
+from tests.checkpoints.embeddings import PROMPTS, embedding_checkpoint, write_settings
 
 Change = Callable[[Path], Any]
 CONFIG = {

@@ -67,7 +67,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next_mtp": {**ALIKE_HEADS, "norm_topk_prob": True},
     "qwen3_5_moe_mtp": ALIKE_HEADS,
 }
-"""Family of `tests/family_checkpoints.py` -> settings with which llama.cpp's keys can say it."""
+"""Family of `tests/checkpoints/families.py` -> settings with which llama.cpp's keys can say it."""
 TOKENS = [1, 5, 9, 2, 30, 2047, *range(100, 140)]
 """More than a window."""
 

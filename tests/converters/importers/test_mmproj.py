@@ -13,7 +13,6 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from PIL import Image
-from vision_checkpoints import END, IMAGE, START, build
 
 from edgeq.converters.checkpoint.download import HubAccess
 from edgeq.converters.convert import carry_out
@@ -26,6 +25,7 @@ from edgeq.network.config import VisionConfig
 from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import with_pictures
 from edgeq.runtime.model import Model
+from tests.checkpoints.vision import END, IMAGE, START, build
 from tests.converters.importers.conversions import plan_of, silent
 from tests.converters.importers.gguf_files import in_type
 from tests.converters.importers.mmproj_files import Keys, Tensors, write_mmproj, write_pair
@@ -41,7 +41,7 @@ MODELS = {
     "averaged": "Gemma3ForConditionalGeneration",
     "tiles": "Idefics3ForConditionalGeneration",
 }
-"""Names in tests/vision_checkpoints.py, and what they are."""
+"""Names in tests/checkpoints/vision.py, and what they are."""
 SAID: dict[str, dict[str, dict[str, Any]]] = {
     "aspect": {"": {"projector_hidden_act": "gelu", "vision_feature_layer": -1}, "vision_config": {"hidden_act": "gelu"}},
     "averaged": {"text_config": {"query_pre_attn_scalar": 24}},

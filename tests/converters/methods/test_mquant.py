@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from vision_checkpoints import IMAGE, START, build
 
 from edgeq.converters import methods
 from edgeq.converters.calibration.sample_forward import SampleForward
@@ -35,6 +34,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.pictures import PictureFeatures
 from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.targets.rows import TEXT, VISION
+from tests.checkpoints.vision import IMAGE, START, build
 
 pytestmark = pytest.mark.usefixtures("works_here")
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vision_checkpoints import build
 
 from edgeq.converters.calibration.forward import BlockForward
 from edgeq.converters.convert import ConvertOptions, convert, preflight
@@ -17,6 +16,7 @@ from edgeq.converters.running.readback import stored_tensors
 from edgeq.errors import InputError, UnsupportedError
 from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
+from tests.checkpoints.vision import build
 
 CALIBRATION: dict[str, Any] = {"calibration_rows": 4, "calibration_length": 64}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from vision_checkpoints import build
 
 from edgeq.converters.budget.budget import Budget
 from edgeq.converters.calibration.compute import LOGIT_BYTES
@@ -28,6 +27,7 @@ from edgeq.converters.probing.probe import Probe
 from edgeq.converters.probing.record import Divergences, Record
 from edgeq.errors import CheckpointError, InputError
 from edgeq.tools.measure.report import bits_per_weight, in_tower, overall_bits
+from tests.checkpoints.vision import build
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SMALL = ConvertOptions(method="gptq", calibration_rows=8, calibration_length=128)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vision_checkpoints import build
 
 from edgeq.converters.checkpoint.checkpoint import Checkpoint
 from edgeq.converters.convert import ConvertOptions, convert, preflight
@@ -21,6 +20,7 @@ from edgeq.errors import CheckpointError, InputError, UnsupportedError
 from edgeq.format.codec import Codec
 from edgeq.format.container import ModelFile
 from edgeq.format.safetensors import read_json
+from tests.checkpoints.vision import build
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.ahead import needed
 from edgeq.targets.target import Beside
 from edgeq.tools.commands.build import workloads
+from tests.checkpoints.drafts import add_draft_layer, plan_drafts
 from tests.cuda.emulated import EmulatedDevice
-from tests.draft_checkpoints import add_draft_layer, plan_drafts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 

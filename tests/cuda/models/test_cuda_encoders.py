@@ -13,8 +13,8 @@ from edgeq.converters.planning.options import ConvertOptions
 from edgeq.runtime import Model
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
+from tests.checkpoints.encoders import bert, embedding_gemma, modernbert, nomic_bert, xlm_roberta
 from tests.cuda.emulated import EmulatedDevice
-from tests.encoder_checkpoints import bert, embedding_gemma, modernbert, nomic_bert, xlm_roberta
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 

@@ -18,10 +18,10 @@ from edgeq.runtime.network.decoder import decoder
 from edgeq.targets import TargetChoice, load
 from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.target import Options
+from tests.checkpoints.embeddings import embedding_checkpoint
 from tests.converters.importers.test_mxfp4_folders import published
 from tests.cuda.comparing import read
 from tests.cuda.emulated import EmulatedDevice
-from tests.embedding_checkpoints import embedding_checkpoint
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from vision_checkpoints import MODELS, build
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.format.container import ModelFile
@@ -20,6 +19,7 @@ from edgeq.targets.cuda import CudaTarget
 from edgeq.targets.cuda.run.program import CudaProgram
 from edgeq.targets.cuda.supply.ahead import needed
 from edgeq.tools.commands.build import workloads
+from tests.checkpoints.vision import MODELS, build
 from tests.cuda.emulated import EmulatedDevice
 from tests.runtime.policy import cases, policy_checkpoint
 from tests.runtime.session.test_whole_prompts import ANSWER, WRONG, Case, logits_of

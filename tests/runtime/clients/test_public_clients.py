@@ -21,7 +21,7 @@ import pytest
 from edgeq.converters.convert import convert
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.runtime import Model
-from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
+from tests.checkpoints.embeddings import PROMPTS, embedding_checkpoint
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")

@@ -25,8 +25,8 @@ from edgeq.runtime.batching.job import Job
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Sampling
 from edgeq.targets.reference import attention as reference_attention
-from tests.embedding_checkpoints import PROMPTS
-from tests.encoder_checkpoints import (
+from tests.checkpoints.embeddings import PROMPTS
+from tests.checkpoints.encoders import (
     PADDING,
     WINDOW,
     bert,

@@ -21,7 +21,7 @@ from edgeq.network.pooling import DenseLayer, Pooling
 from edgeq.runtime import Batch, Model
 from edgeq.runtime.network.embedding import RankedDocument, ranked, sigmoid
 from edgeq.targets.reference import attention as reference_attention
-from tests.encoder_checkpoints import bert_reranker, modernbert_reranker, xlm_reranker
+from tests.checkpoints.encoders import bert_reranker, modernbert_reranker, xlm_reranker
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "bert": bert_reranker,

@@ -20,7 +20,7 @@ from edgeq.runtime.batching.job import Busy, Job
 from edgeq.runtime.network.embedding import check_embeds, finished
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import NOT_FINITE, Sampling
-from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
+from tests.checkpoints.embeddings import PROMPTS, embedding_checkpoint
 
 Vectors = NDArray[np.float32]
 TARGETS = ("reference", "cpu")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vision_checkpoints import TRAINED
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.errors import InputError, ResourceError
@@ -18,6 +17,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.vision import Tower, tower
 from edgeq.targets import load
 from edgeq.targets.target import MemoryNeed, Options
+from tests.checkpoints.vision import TRAINED
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from vision_checkpoints import MODELS, build
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.methods import METHODS
 from edgeq.runtime import Model, Prompt
+from tests.checkpoints.vision import MODELS, build
 
 FEW: dict[str, Any] = {"calibration_rows": 2, "calibration_length": 64}
 # Layers with a state are left out: in 4 bits random ones lose of the picture as much by rtn (0.922 where another picture has

@@ -1,6 +1,6 @@
 """Patch embedding, tower, features, positions and logits of a float32 file equal those of transformers.
 
-Keys and values are rounded to f16 on both sides (vision_checkpoints.py).
+Keys and values are rounded to f16 on both sides (tests/checkpoints/vision.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from vision_checkpoints import END, IMAGE, MODELS, START, TRAINED, build, reference
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.format.container import ModelFile
@@ -35,6 +34,7 @@ from edgeq.runtime.session.runs import BatchItem, run_together
 from edgeq.targets import load
 from edgeq.targets.graph import Select
 from edgeq.targets.target import Options
+from tests.checkpoints.vision import END, IMAGE, MODELS, START, TRAINED, build, reference
 
 TARGETS = ("reference", "cpu")
 NAMES = (*MODELS, "trained")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.vision_checkpoints import IMAGE, TRAINED, reference_attention
+from tests.checkpoints.vision import IMAGE, TRAINED, reference_attention
 
 SIDE, PATCH = 24, 6
 TEXT: dict[str, Any] = {

@@ -17,7 +17,7 @@ from edgeq.converters.convert import convert
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.errors import InputError
 from edgeq.runtime import Model
-from tests.embedding_checkpoints import PROMPTS, embedding_checkpoint
+from tests.checkpoints.embeddings import PROMPTS, embedding_checkpoint
 
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")

@@ -10,7 +10,7 @@ import pytest
 from edgeq.converters.convert import convert
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.runtime import Model
-from tests.encoder_checkpoints import bert_reranker
+from tests.checkpoints.encoders import bert_reranker
 
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")

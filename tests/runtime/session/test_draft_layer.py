@@ -29,7 +29,7 @@ from edgeq.targets.graph import Graph
 from edgeq.targets.reference import ReferenceTarget
 from edgeq.targets.rows import PAGE
 from edgeq.targets.target import Options
-from tests.draft_checkpoints import add_draft_layer, drafted_states, plan_drafts, read_tensors
+from tests.checkpoints.drafts import add_draft_layer, drafted_states, plan_drafts, read_tensors
 
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, 200)]
 PROMPTS = (TOKENS[:90], TOKENS[90:101], TOKENS[120:184])

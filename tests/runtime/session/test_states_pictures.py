@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vision_checkpoints import IMAGE, build
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.network.config import VisionConfig
@@ -20,7 +19,8 @@ from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
 from edgeq.runtime.speculative.speculator import DraftSource
 from edgeq.targets.rows import PAGE
-from tests.draft_checkpoints import add_draft_layer
+from tests.checkpoints.drafts import add_draft_layer
+from tests.checkpoints.vision import IMAGE, build
 from tests.runtime.network.random_vlm import IMAGE_TOKEN, STATES, VISION, no_texts, picture, write
 
 A, B, WIDE = picture(3, 4, 1), picture(3, 4, 2), picture(2, 9, 3)

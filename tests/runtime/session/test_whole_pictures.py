@@ -13,7 +13,6 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from vision_checkpoints import BEGIN, build, reference
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.families.table import recognise
@@ -24,6 +23,7 @@ from edgeq.runtime import Model, Sampling
 from edgeq.runtime.batching.job import Job
 from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
+from tests.checkpoints.vision import BEGIN, build, reference
 
 TEXT = f"Of{BEGIN}what is\n{BEGIN} there, and a text that goes on for more than one page of the cache? " + "Or not? " * 20
 

@@ -1,6 +1,7 @@
 """PaliGemma: the tokens of a prompt see each other both ways, those of an answer what is before them.
 
-Logits of a float32 file equal those of transformers; keys and values are rounded to f16 on both sides (vision_checkpoints.py).
+Logits of a float32 file equal those of transformers; keys and values are rounded to f16 on both sides
+(tests/checkpoints/vision.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from vision_checkpoints import IMAGE, build, reference
 
 from edgeq.converters.convert import ConvertOptions, convert
 from edgeq.converters.families import recognise
@@ -31,6 +31,7 @@ from edgeq.runtime.batching.scheduler import Scheduler
 from edgeq.runtime.request import Request
 from edgeq.runtime.sampling import Sampling
 from edgeq.runtime.session.runs import BatchItem, run_together
+from tests.checkpoints.vision import IMAGE, build, reference
 
 TARGETS = ("reference", "cpu")
 TOLERANCE, MAX_DIVERGENCE = 1e-3, 1e-8

@@ -27,9 +27,7 @@ from edgeq.runtime import Model
 from edgeq.runtime.network.embedding import sigmoid
 from edgeq.text.tokenizer import Tokenizer
 from edgeq.tools.cli.main import main
-from tests.converters.importers.conversions import plan_of, silent
-from tests.converters.importers.gguf_files import in_type, write_gguf
-from tests.encoder_checkpoints import (
+from tests.checkpoints.encoders import (
     bert,
     bert_reranker,
     modernbert,
@@ -39,6 +37,8 @@ from tests.encoder_checkpoints import (
     xlm_reranker,
     xlm_roberta,
 )
+from tests.converters.importers.conversions import plan_of, silent
+from tests.converters.importers.gguf_files import in_type, write_gguf
 
 SPACE = "\u2581"
 EVERY_THIRD: dict[str, Any] = {"layer_types": None, "global_attn_every_n_layers": 3}

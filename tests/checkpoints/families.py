@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.draft_checkpoints import add_draft_layer
+from tests.checkpoints.drafts import add_draft_layer
 
-TINY_LLAMA = Path(__file__).parent.parent / "models" / "tiny-llama"
+TINY_LLAMA = Path(__file__).parents[2] / "models" / "tiny-llama"
 
 # The sizes make every group size divide, and differ from each other so that a transposed matrix is noticed.
 COMMON: dict[str, Any] = {

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.embedding_checkpoints import PROMPTS, write_settings
+from tests.checkpoints.embeddings import PROMPTS, write_settings
 
-TINY = Path(__file__).parents[1] / "models" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "models" / "tiny-llama"
 WINDOW = 18
 LAYERS = 4
 

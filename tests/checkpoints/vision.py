@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-TRAINED = Path(__file__).parent.parent / "models" / "tiny-qwen2vl"
+TRAINED = Path(__file__).parents[2] / "models" / "tiny-qwen2vl"
 START, IMAGE, END = 2048, 2049, 2050
 BEGIN = "<start_of_image>"
 COMMON: dict[str, Any] = {
