@@ -86,7 +86,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test test-exhaustive test-cuda test-real: export OPENBLAS_NUM_THREADS := 1
 
 # A worker has 2 GB, whose page tables are copied where a test forks: a quarter of the kernel's time goes with huge pages.
-test test-exhaustive test-cuda test-real: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+test test-exhaustive test-real: export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive and not real"
