@@ -97,26 +97,33 @@ extern char __start_emulated_shared[] __attribute__((weak, visibility("hidden"))
 extern char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
 inline unsigned __cvta_generic_to_shared(const void *p) { return unsigned((const char *)p - __start_emulated_shared); }
 
-inline void ptx_sub_rn_f16x2(uint32_t &d, uint32_t a, uint32_t b) {
+// Kernels have hundreds of these three: as calls they take g++ half as long.
+#define CALLED __attribute__((noinline)) inline
+CALLED uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   half x[2], y[2];
   memcpy(x, &a, 4), memcpy(y, &b, 4);
   for (int i = 0; i < 2; ++i) x[i] = half(float(x[i]) - float(y[i]));
-  memcpy(&d, x, 4);
+  memcpy(&a, x, 4);
+  return a;
 }
-inline void ptx_fma_rn_f16x2(uint32_t &d, uint32_t a, uint32_t b, uint32_t c) {
+CALLED uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   half x[2], y[2], z[2];
   memcpy(x, &a, 4), memcpy(y, &b, 4), memcpy(z, &c, 4);
   // A float holds products of two numbers of 11 bits, and the sums that kernels make of them; others are rounded twice.
   for (int i = 0; i < 2; ++i) x[i] = half(__builtin_fmaf(float(x[i]), float(y[i]), float(z[i])));
-  memcpy(&d, x, 4);
+  memcpy(&a, x, 4);
+  return a;
 }
 // Each bit is that of the table which the three bits of a, b and c name.
-inline void ptx_lop3_b32(uint32_t &d, uint32_t a, uint32_t b, uint32_t c, int table) {
+CALLED uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, int table) {
   uint32_t found = 0;
   for (int i = 0; i < 8; ++i)
     if (table >> i & 1) found |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-  d = found;
+  return found;
 }
+inline void ptx_sub_rn_f16x2(uint32_t &d, uint32_t a, uint32_t b) { d = sub_f16x2(a, b); }
+inline void ptx_fma_rn_f16x2(uint32_t &d, uint32_t a, uint32_t b, uint32_t c) { d = fma_f16x2(a, b, c); }
+inline void ptx_lop3_b32(uint32_t &d, uint32_t a, uint32_t b, uint32_t c, int table) { d = lop3(a, b, c, table); }
 inline void ptx_mov_s32(int32_t &d, int32_t a) { d = a; }
 // Blocks run one after another, so what one adds the next finds.  It is how a block tells that it has come.
 template <typename T> T atomicAdd(T *address, T value) {
