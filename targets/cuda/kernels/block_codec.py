@@ -23,11 +23,7 @@ class BlockCodec:
     @cached_property
     def inlines(self):
         put = quantize_block(self.rule, self.integer, self.group)
-        return (
-            put,
-            *self.weights.inlines,
-            *arithmetic(self.integer, self.group == 16, self.weights.halves, self.weights.nibbles),
-        )
+        return put, *self.weights.inlines, *arithmetic(self.weights)
 
     @cached_property
     def weights(self):

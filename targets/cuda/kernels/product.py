@@ -29,15 +29,16 @@ AND_OR = 0xEA
 """(a & b) | c as the table of a lop3."""
 
 
-def arithmetic(integer, small, halves, nibbles):
+def arithmetic(weights):
     """Inline: operand A of a chunk, operand B of it, their mma, and the product of a group's sum with its scales.
 
-    halves    zero points are half steps, and of integers the scale is that of half a step
-    nibbles   quad[0, v] has both quads of a channel in its halves of bytes (WeightForm.nibbles)
+    Of `halves` zero points are half steps, and of integers the scale is that of half a step; of `nibbles` quad[0, v] has both
+    quads of a channel in its halves of bytes.
 
     Each pair of numbers of operand A takes the fewest instructions: one that puts its bits into f16 numbers, and one that
     takes the zero point from them, exactly.
     """
+    integer, small, halves, nibbles = weights.integer, weights.group == 16, weights.halves, weights.nibbles
 
     @T.inline
     def pair(to, word, mask, bits):
@@ -141,7 +142,7 @@ def matvec(bits, beside, integer, group, WARPS=4):
     ROUND, SUM = PER * WARPS, "uint32" if integer else "float32"
     weights = WeightForm(bits, beside, integer, group)
     begin, numbers, load, decode = weights.inlines
-    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves, weights.nibbles)
+    operand_a, operand_b, multiply, scaled = arithmetic(weights)
 
     @T.prim_func
     def matvec_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
@@ -235,7 +236,7 @@ def matmul(bits, beside, integer, group, WARPS=4, BLOCKS=2, TILES=8):
     COPIES = CHUNKS * LINE
     weights = WeightForm(bits, beside, integer, group)
     begin, numbers, load, decode = weights.inlines
-    operand_a, operand_b, multiply, scaled = arithmetic(integer, group == 16, weights.halves, weights.nibbles)
+    operand_a, operand_b, multiply, scaled = arithmetic(weights)
 
     @T.prim_func
     def matmul_(x_: T.handle, xs_: T.handle, xn_: T.handle, q_: T.handle, s_: T.handle, z_: T.handle, u_: T.handle,
