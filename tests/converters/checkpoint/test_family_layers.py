@@ -32,6 +32,7 @@ from edgeq.format.codec import Codec, from_bf16
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
 from tests.converters.checkpoint.family_configs import opened
+from tests.turns import by_turns
 
 FAMILIES = ("qwen2", "phi3", "phi3_longrope", "smollm3", "gemma3", "opt", "lfm2", "mixtral", "qwen2_moe", "qwen3_moe")
 FAMILIES += ("olmo2", "olmo3", "ministral3", "qwen3_yarn", "exaone4", "granite", "glm4", "ernie4_5")
@@ -41,11 +42,6 @@ FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_n
 FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe", "granite_hybrid", "granite_hybrid_moe")
 FAMILIES += ("falcon_h1", "falcon_h1_norm", "falcon_h1_gate", "gemma", "gemma2", "nemotron_h", "nemotron_h_biases")
 FAMILIES += ("falcon_rw", "mpt", "bloom", "bloom_odd", "granite_moe", "granite_moe_shared")
-BY_TURNS = [
-    [pytest.param(name, marks=() if i % 2 == turn else pytest.mark.exhaustive) for i, name in enumerate(FAMILIES)]
-    for turn in (0, 1)
-]
-"""Both for tests that load the same blocks: every second family, and those between them."""
 TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed(5))
 
 
@@ -62,7 +58,7 @@ def hidden_after(source: Checkpoint, family: Family, config: ModelConfig, scaled
     return blocks.hidden
 
 
-@pytest.mark.parametrize("name", BY_TURNS[0])
+@pytest.mark.parametrize("name", by_turns(FAMILIES, 0))
 def test_block_by_block_gives_the_logits_of_transformers(
     checkpoint: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +81,7 @@ def test_block_by_block_gives_the_logits_of_transformers(
     assert progress == sorted(progress) and progress[0] == 0 and progress[-1] < 1
 
 
-@pytest.mark.parametrize("name", BY_TURNS[1])
+@pytest.mark.parametrize("name", by_turns(FAMILIES, 1))
 def test_folding_scales_without_rounding_changes_nothing(checkpoint: Callable[..., Path], name: str) -> None:
     """The router of experts is folded as well, else tokens would go elsewhere."""
     source, family, config = opened(checkpoint(name, dtype="float32", initializer_range=0.05))

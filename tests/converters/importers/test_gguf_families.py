@@ -21,6 +21,7 @@ from edgeq.errors import CheckpointError, EdgeqError, UnsupportedError
 from edgeq.runtime.model import Model
 from tests.converters.importers.conversions import plan_of, silent
 from tests.converters.importers.gguf_files import in_type, write_gguf
+from tests.turns import by_turns
 
 # The tokenizer is not what these tests are about.
 pytestmark = pytest.mark.usefixtures("tiny_tokenizer")
@@ -78,12 +79,7 @@ def logits(plan: ConversionPlan, path: Path, target: str = "reference") -> np.nd
         return model.session().prefill(TOKENS)
 
 
-def by_turns(turn: int) -> list[Any]:
-    """All families; `make test` has a third of them."""
-    return [pytest.param(each, marks=() if i % 3 == turn else pytest.mark.exhaustive) for i, each in enumerate(FAMILIES)]
-
-
-@pytest.mark.parametrize("family", by_turns(0))
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 0, 3))
 def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
     checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
@@ -108,7 +104,7 @@ def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
     assert np.abs(logits(found, tmp_path / "found.edgeq") - expected).max() <= (0 if exact else 1e-5 * largest)
 
 
-@pytest.mark.parametrize("family", by_turns(1))
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 1, 3))
 def test_integers_are_kept_where_rows_move(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
     folder, kind = checkpoint(family, **FAMILIES[family]), Type.Q4_1
     write_gguf(folder, tmp_path / "m.gguf", in_type(kind))

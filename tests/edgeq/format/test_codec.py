@@ -32,6 +32,7 @@ from edgeq.format.codec import (
 from edgeq.format.codec_rows import dequantize_rows
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.format.trellis import TRELLIS_BITS, by_subset
+from tests.turns import by_turns
 
 # Rows below, at and above a block of 16; columns below, at and above a chunk of 32; odd group counts of every group size.
 SHAPES = [(1, 16), (16, 32), (17, 48), (15, 80), (33, 96), (5, 128), (31, 384), (3, 640)]
@@ -43,11 +44,6 @@ CODECS = [
     for group in (0, *GROUP_SIZES)
     for kind, symmetric in (("int", True), ("int", False), ("half", True), ("offset", True))
 ]
-BY_TURNS = [
-    [pytest.param(codec, marks=() if i % 2 == turn else pytest.mark.exhaustive) for i, codec in enumerate(CODECS)]
-    for turn in (0, 1)
-]
-"""Both for tests of the same numbers: every second codec, and those between them."""
 TWO_LEVELS = [
     Codec("two-level", bits, group, symmetric) for bits in BITS for group in GROUP_SIZES for symmetric in (True, False)
 ]
@@ -163,7 +159,7 @@ def test_groups_are_stored_by_block_group_row(shape: tuple[int, int]) -> None:
 
 
 # 4,480 cases of a fraction of a millisecond each: pytest would spend more on a test of its own than the case takes.
-@pytest.mark.parametrize("codec", BY_TURNS[0], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", by_turns(CODECS, 0), ids=lambda c: c.name)
 def test_dequantize_equals_the_formula(codec: Codec) -> None:
     for shape in SHAPES:
         for kind in FILLS:
@@ -203,7 +199,7 @@ def dequantize_equals_the_formula(codec: Codec, shape: tuple[int, int], kind: st
     np.testing.assert_array_equal(looked_up, expected[indices])
 
 
-@pytest.mark.parametrize("codec", BY_TURNS[1], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", by_turns(CODECS, 1), ids=lambda c: c.name)
 def test_the_last_group_has_what_is_left_of_the_row(codec: Codec) -> None:
     for columns in ODD_WIDTHS:
         the_last_group_has_what_is_left_of_the_row(codec, columns)
