@@ -75,10 +75,10 @@ def test_asking_a_cortex_a72_for_dot_products_is_refused(monkeypatch: pytest.Mon
 
 def test_what_the_user_told_numba_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cpu", lambda: machine.Cpu("board", "aarch64", PI4, 4))
-    assert processor.here().flags == "+neon,-lse,-fullfp16,-rdm,-dotprod,-i8mm"
+    assert processor.here().settings.flags == "+neon,-lse,-fullfp16,-rdm,-dotprod,-i8mm"
     monkeypatch.setenv("NUMBA_CPU_NAME", "cortex-a53")
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+neon")
-    assert (processor.here().name, processor.here().flags) == ("cortex-a53", "+neon")
+    assert processor.here().settings[1:] == ("cortex-a53", "+neon")
 
 
 def _processors(folder: Path, file: str, values: dict[int, str]) -> Path:

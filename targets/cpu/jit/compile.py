@@ -20,18 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 
 from edgeq.format import codec, quantization
 from edgeq.network import delta_net
 from edgeq.system import machine
 from edgeq.system.whole_file import write_whole
 from edgeq.targets import rows, states
-from edgeq.targets.cpu.jit import processor
+from edgeq.targets.cpu.jit import linking, processor
 from edgeq.targets.cpu.jit.deferred import SYMBOL, ObjectFile
-
-llvm.initialize_native_target()
-llvm.initialize_native_asmprinter()
 
 Kernel = Callable[[int, int, int, int], None]
 """A Python function (row address, part, parts, thread) that becomes machine code."""
@@ -56,7 +52,7 @@ def source_digest() -> str:
 @cache
 def cache_folder() -> Path:
     made_for = processor.current()
-    seen = hashlib.blake2b(" ".join([source_digest(), made_for.name, *sorted(made_for.features)]).encode(), digest_size=8)
+    seen = hashlib.blake2b(" ".join([source_digest(), made_for.label, *sorted(made_for.features)]).encode(), digest_size=8)
     return machine.cache_folder() / f"kernels-{seen.hexdigest()}"
 
 
@@ -144,13 +140,22 @@ def _read(path: Path) -> ObjectFile | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     # LLVM ends the process where a name is missing.
-    if hashlib.blake2b(code).hexdigest() != digest or not all(llvm.address_of_symbol(name) for name in needs):
+    if hashlib.blake2b(code).hexdigest() != digest or not all(linking.address_of(name) for name in needs):
         return None
     return ObjectFile(code, needs)
 
 
 def _loaded(made: ObjectFile) -> int:
-    """Address of machine code.  LLVM links it alone: Numba would first set up its compiler, a tenth of a second."""
+    """Address of machine code."""
+    return linking.linked(made.code, SYMBOL) or _linked_by_llvm(made)
+
+
+def _linked_by_llvm(made: ObjectFile) -> int:
+    """The same, of what linking.py leaves; without Numba, which would first set up its compiler, a tenth of a second."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple().create_target_machine(jit=True, codemodel="jitdefault")
     # Far branches of Arm: its code and data must lie together.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target, use_lmm=processor.current().is_arm)
@@ -160,5 +165,5 @@ def _loaded(made: ObjectFile) -> int:
     return int(engine.get_function_address(SYMBOL))
 
 
-# Machine code lives as long as the object that made it.
+# Machine code of LLVM lives as long as the object that made it.
 _kept: list[Any] = []

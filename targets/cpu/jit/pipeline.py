@@ -75,10 +75,10 @@ class _Codegen(CPUCodegen):  # type: ignore[misc]
     def _init(self, llvm_module: Any) -> None:
         llvm.initialize_all_targets()
         llvm.initialize_all_asmprinters()
-        chosen = self._processor
-        self._tm_features = chosen.flags
-        self._tm = llvm.Target.from_triple(chosen.triple).create_target_machine(
-            cpu=chosen.name, features=chosen.flags, opt=3, reloc="default" if chosen.is_arm else "static",
+        triple, name, flags = self._processor.settings
+        self._tm_features = flags
+        self._tm = llvm.Target.from_triple(triple).create_target_machine(
+            cpu=name, features=flags, opt=3, reloc="default" if self._processor.is_arm else "static",
             codemodel="jitdefault", jit=True,
         )  # fmt: skip
         self._target_data = self._tm.target_data
@@ -87,7 +87,7 @@ class _Codegen(CPUCodegen):  # type: ignore[misc]
 
     def _create_empty_module(self, name: str) -> Any:
         module = super()._create_empty_module(name)
-        module.triple = self._processor.triple
+        module.triple = self._processor.settings.triple
         return module
 
     def _add_module(self, module: Any) -> None:

@@ -93,7 +93,7 @@ def tile_cases(codecs: Iterable[Codec], common: Callable[[Codec], bool]) -> list
 @pytest.mark.parametrize("tile", tile_cases(filter(in_code, INTEGER_CODECS), of_every_kind))
 def test_a_dot_product_is_one_instruction_of_avx(tile: TileCase) -> None:
     """No call, no vector put aside in a loop, nothing of AVX-512, no sums in 16 bits."""
-    lines = compiled(emitter(ISA.name, tile).emit, 5, PROCESSOR.name, PROCESSOR.flags)
+    lines = compiled(emitter(ISA.name, tile).emit, 5, *PROCESSOR.settings[1:])
     assert not [line for line in lines if line.startswith("call") or "zmm" in line or "{%k" in line]
     dots = [line for line in lines if "vpdpbusd" in line]
     assert all(line.startswith("{vex}") for line in dots) and len(dots) * 32 == 16 * 32 * tile.tokens * (1 + tile.mode16)
@@ -108,7 +108,7 @@ def test_processors_with_avx512_run_it_in_an_encoding_of_theirs() -> None:
     chosen = processor.of_isa("avx512-vnni")
     assert ISA.runs_on(chosen.arch, chosen.features) and VEX not in chosen.features
     tile = emitter(ISA.name, TileCase(Codec("int", 4, 32), 0, 1))
-    dots = [line for line in compiled(tile.emit, 5, chosen.name, chosen.flags) if "vpdpbusd" in line]
+    dots = [line for line in compiled(tile.emit, 5, *chosen.settings[1:]) if "vpdpbusd" in line]
     assert len(dots) == 16 and not [line for line in dots if "{vex}" in line or "zmm" in line]
 
 
@@ -129,7 +129,7 @@ def by_definition(b: Any, name: str, result: Any, accumulator: Any, weights: Any
 
 def function_of(emit: Callable[..., None], arguments: int) -> tuple[Any, Any]:
     """What `emit` emits as a function for this processor, and what keeps it in memory."""
-    here = processor.here()
+    here = processor.here().settings
     _, module = optimized(emit, arguments, here.name, here.flags)
     target = llvm.Target.from_default_triple().create_target_machine(cpu=here.name, features=here.flags, opt=3, jit=True)
     engine = llvm.create_mcjit_compiler(module, target)
@@ -250,11 +250,11 @@ def instructions(isa: Isa, codec: Codec, mode: str, tokens: int) -> float:
         processor.of_isa(isa.name),
     )
     if tokens == 1:
-        lines = compiled(IntegerTile(weights, 1).emit, 5, chosen.name, chosen.flags)
+        lines = compiled(IntegerTile(weights, 1).emit, 5, *chosen.settings[1:])
     else:
         tile = tile_of_panel(weights, tokens)
         emit = lambda b, *values: tile.emit_chunks(b, *values[:4], values[4:8], values[8:])  # noqa: E731
-        lines = compiled(emit, 12, chosen.name, chosen.flags)
+        lines = compiled(emit, 12, *chosen.settings[1:])
     return len(inner(lines)) / tokens
 
 

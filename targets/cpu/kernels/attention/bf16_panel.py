@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from llvmlite import binding
+import llvmlite
 
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.deferred import always_inline
@@ -32,7 +32,7 @@ MAX_VECTORS = 5
 """Vectors of columns of a tile: with TILE_ROWS rows what the registers of AVX-512 hold."""
 MATRIX_UNIT, VECTORS = 0, 1
 """What multiplies."""
-COMPILES = binding.llvm_version_info >= (16,)
+COMPILES = tuple(map(int, llvmlite.__version__.split(".")[:2])) >= (0, 45)
 """LLVM 15 (llvmlite 0.44) names other types for a product of pairs, and the function it calls to round to a bf16 ends the
 process."""
 
