@@ -167,15 +167,18 @@ def test_options_of_run(edgeq: Run, demo: Path, options: list[object], words: li
     refused(edgeq("run", demo, *options, *target), *words)
 
 
-@pytest.mark.parametrize("command", ["run", "chat"])
-def test_sampling_is_checked_before_a_model_is_loaded(
-    edgeq: Run, demo: Path, command: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "option", "words"),
+    [("run", "--temp", "--temp is -1"), ("chat", "--temp", "--temp is -1"), ("run", "-n", "-n is -1")],
+)
+def test_settings_of_a_text_are_checked_before_a_model_is_loaded(
+    edgeq: Run, demo: Path, command: str, option: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*arguments: object, **options: object) -> None:
         pytest.fail("kernels would be compiled first")
 
     monkeypatch.setattr(f"edgeq.tools.commands.{command}.load", load)
-    refused(edgeq(command, demo, *(("-p", "x") if command == "run" else ()), "--temp", -1), "--temp is -1")
+    refused(edgeq(command, demo, *(("-p", "x") if command == "run" else ()), option, -1), words)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from edgeq.runtime import Generation, Model, Piece, Sampling
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import MAX_TOKENS
 from edgeq.runtime.network.vision import vision_of
+from edgeq.runtime.request import Request
 from edgeq.runtime.session.context_size import DEFAULT_CONTEXT
 from edgeq.runtime.speculative.speculator import DraftSource, layer_for
 from edgeq.runtime.stats import Measurement, Speculation
@@ -78,6 +79,9 @@ def run(
         raise InputError("--system and --chat-template go with --chat")
     given = given_sampling(options)
     held = response_format(json_schema, grammar)
+    stop = tuple(argument(each, "--stop") for each in stop)
+    # Kernels may have to be compiled before the model says so.
+    Request(max_tokens=tokens, stop=stop).check(vocab_size=0)
     text = prompt_text(prompt, file)
     messages = [{"role": "system", "content": argument(system, "--system")}] if system is not None else []
     messages.append({"role": "user", "content": text})
@@ -91,7 +95,7 @@ def run(
     settings: dict[str, Any] = {
         "max_tokens": tokens,
         "sampling": sampling,
-        "stop": [argument(each, "--stop") for each in stop],
+        "stop": stop,
         "draft": draft,
         "gamma": gamma,
         "response_format": held,
