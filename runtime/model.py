@@ -90,10 +90,10 @@ class Model(TextReader):
         )  # fmt: skip
         self.graph, self.context, self.drafting = made.graph, made.context, made.drafting
         self._program: Program | None = made.program
-        beside = file, choice.target, self.program, self.graph, self.context, on_progress
-        self.policy = Policy(*beside) if self.config.policy else None
         if self.requantization and not isinstance(self.program, Requantizable):
             raise UnsupportedError(f"target {choice.target.name} cannot requantize weights; run with `requantization=never`")
+        beside = partial(Policy, file, choice.target, self.program, self.graph, self.context, on_progress=on_progress)
+        self.policy = beside(requantization=self.requantization) if self.config.policy else None
         self.description = self.program.description + "".join(f"; not on {name}: {reason}" for name, reason in choice.refused)
         self.description += f"; without the layer that drafts: {made.left_out}" if made.left_out else ""
         self._lock, self._row_order, self.prefill_rate = Lock(), row_order, PrefillRate(self.program.tile)

@@ -7,6 +7,8 @@ B and A are the first singular vectors of W, B = U S^1/2 and A = S^1/2 V^T, foun
 
 Layers stored as one matrix (q,k,v and gate,up) share one B and one A, of the rank at which they have about as many numbers as a
 pair of rank r for each would have.
+
+The layers of a policy's expert are stored like those of its decoder; what is before and after them is rounded to nearest.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from edgeq.converters.rounding.presets import fitting_group_size
 from edgeq.errors import InputError
 from edgeq.format.codec import ROWS, Codec
 from edgeq.format.manifest import layer_contents
-from edgeq.network.config import ModelConfig
+from edgeq.network.stack import Stack
 
 SPARE_COLUMNS = 16
 ITERATIONS = 4
@@ -39,10 +41,10 @@ class Ttq(Method):
     keeps_channels = True
     effort = 4
 
-    def __init__(self, options: ConvertOptions, family: Family, config: ModelConfig) -> None:
-        super().__init__(options, family, config)
-        shared = config.shared_expert_intermediate_size or config.hidden_size
-        narrowest = min(config.hidden_size, config.query_size, config.intermediate_size, shared)
+    def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
+        super().__init__(options, family, stack)
+        shared = stack.shared_expert_intermediate_size or stack.hidden_size
+        narrowest = min(stack.hidden_size, stack.query_size, stack.intermediate_size, shared)
         if self.rank > narrowest:
             raise InputError(f"--rank {self.rank}: this model's narrowest matrix has {narrowest} channels; choose a lower rank")
 
@@ -51,7 +53,10 @@ class Ttq(Method):
         return self.options.rank or 0
 
     def recipe(self, name: str, columns: int, stored: Codec) -> Recipe:
-        matrices = layer_contents(self.config, int(name.split(".")[1]))[name]
+        layers = f"{self.stack.prefix}layers."
+        if not name.startswith(layers):
+            return Recipe(self.codec(columns), self.preset)
+        matrices = layer_contents(self.stack, int(name.removeprefix(layers).split(".")[0]))[name]
         assert isinstance(matrices, dict)
         rank = shared_rank(self.rank, [rows for rows, _ in matrices.values()], columns)
         # A prompt gives most experts too few tokens to go by: theirs stay as they are rounded here (TTQ, section 1).
@@ -70,7 +75,7 @@ class Ttq(Method):
         return 4 * 4 * (3 * self.rank + SPARE_COLUMNS) * (rows + self.widest)
 
     def deliver(self, item: LinearItem, read: RowReader) -> Delivery:
-        if not self.rank:
+        if not item.recipe.rank:
             return Delivery(read)
         b, a = (factor.half().float() for factor in factors(item, read, item.recipe.rank))
         first = dict(zip((name for name, _ in item.tensors), np.cumsum([0, *(rows for _, rows in item.tensors)]), strict=False))

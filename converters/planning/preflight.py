@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 TAKES_OTHERS = ("none", "as-stored", "rtn", "awq", "gptq", "awq+gptq")
 """Methods that convert layers with a state in place of attention, and layers whose heads differ."""
 ROTATED = ("quarot", "resq", "mquant")
-EXPERTS = ("awq", "gptq", "awq+gptq")
-"""Methods that calibrate the expert of a policy too; it is rounded to nearest by the others."""
+EXPERTS = ("awq", "gptq", "awq+gptq", "ttq")
+"""Methods that take the expert of a policy too; it is rounded to nearest by the others."""
 VISION_BITS = 8
 """Bits of weights and activations of a vision tower where no option says otherwise."""
 
@@ -261,8 +261,8 @@ def _tower(options: ConvertOptions, family: Family) -> Method | None:
 
 def _draft(method: Method) -> Method | None:
     """What is done to the layer that drafts, or to the expert of a policy, in the codec of the decoder's layers: rounding to
-    nearest, as what the first gives is checked, or the decoder's method where that calibrates experts too; or nothing where
-    the decoder stays as it is."""
+    nearest, as what the first gives is checked, or the decoder's method where that takes experts too; or nothing where the
+    decoder stays as it is."""
     family, options = method.family.draft or method.family.policy, method.options
     if family is None:
         return None
@@ -275,6 +275,7 @@ def _draft(method: Method) -> Method | None:
         allocates, kind = options.budget is not None or options.allocation is not None, "rtn"
         if method.family.draft is None and options.method in EXPERTS and not allocates:
             kind, grid["act_order"] = options.method, options.act_order
+            grid |= {"rank": options.rank, "master": options.master}
         mine = ConvertOptions(method=kind, bits=options.bits, group_size=size, symmetric=symmetric, **grid)
     return chosen(mine)(mine, family, family.config)
 

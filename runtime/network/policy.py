@@ -5,13 +5,19 @@ The decoder runs once, for its keys and values.  The expert, a second list of op
 a row for the state, which sees those and itself, and then, in every step of Euler's method from noise at time 1 to actions at
 time 0, over a row for each action, which see all of them, the state, and each other.  The keys and values of the state are the
 same in every step; those of actions are overwritten by the next one.
+
+Where its layers have masters, the first step of each call is what a prompt is to test-time requantization
+(runtime/session/requantize.py): it runs with the masters, the squares of what its rows read are summed, and the other steps run
+with the weights that are rounded for these sums.  Nothing of an earlier call is used, so that the same observation and noise
+give the same actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +34,9 @@ from edgeq.runtime.network.decoder import attention_block, buffer_widths, decode
 from edgeq.runtime.network.pictures import ImageSource, Pictures
 from edgeq.runtime.sampling import NOT_FINITE
 from edgeq.runtime.session.context_size import check_length
+from edgeq.runtime.session.requantize import Requantization, SessionRequantizer
 from edgeq.runtime.session.session import Session
+from edgeq.targets.capabilities import Requantizable
 from edgeq.targets.graph import Activate, CacheWrite, Graph, InjectVectors, Linear, Operation, Select
 from edgeq.targets.rows import Rows
 from edgeq.targets.target import OnProgress, Options, Program, Target, no_progress
@@ -115,14 +123,22 @@ class Policy:
         program: Program,
         graph: Graph,
         context: int,
+        *,
+        requantization: Requantization | None = None,
         on_progress: OnProgress = no_progress,
     ) -> None:
+        """requantization   of the expert's layers, where they have masters; None: they run with the weights of the file"""
         self.expert, self._context = check_acts(file.metadata.config), context
         options = expert_options(program.options, self.expert)
         of_the_state, of_the_actions = expert_graphs(file.metadata, context, graph)
         self._state = target.compile(of_the_state, file, options, on_progress, beside=program)
         # Its layers have the weights of those that the state passes.
         self._actions = target.compile(of_the_actions, file, options, on_progress, beside=self._state)
+        self._requantizer: SessionRequantizer | None = None
+        names = (layer.name for layer in file.metadata.linears.values() if layer.master)
+        if requantization and any(name.startswith(self.expert.prefix) for name in names):
+            # The lock of the model is held while it is used.
+            self._requantizer = SessionRequantizer(cast(Requantizable, self._actions), requantization, Lock())
 
     def act(self, session: Session, prompt: Prompt, state: Actions, noise: Actions, steps: int) -> Actions:
         """The actions float32 [actions, action_size] after `prompt`, which an empty `session` reads.
@@ -134,18 +150,38 @@ class Policy:
         session.prefill(prompt)
         with session.lock:
             session.reserve(1 + count)
-            self._state.run(self._rows(session, length, state[None]))
+            self.read_state(session, length, state)
             actions = noise.copy()
             for step in range(steps):
-                actions -= self.velocity(session, length + 1, actions, 1 - step / steps) / np.float32(steps)
+                first = step == 0
+                actions -= self.velocity(session, length + 1, actions, 1 - step / steps, summing=first) / np.float32(steps)
+                if first and steps > 1 and self._requantizer:
+                    self._requantizer.update()
         if not np.isfinite(actions).all():
             raise InputError(NOT_FINITE.replace("logits", "actions"))
         return actions
 
-    def velocity(self, session: Session, first: int, actions: Actions, time: float) -> Actions:
-        """How `actions` at `time`, whose rows begin at slot `first`, after that of the state, change with it."""
+    def read_state(self, session: Session, slot: int, state: Actions) -> None:
+        """Run the row of the state, with the masters where weights are requantized: it comes before what they are made for."""
+        rows = self._rows(session, slot, state[None])
+        if self._requantizer is None:
+            self._state.run(rows)
+        else:
+            program = cast(Requantizable, self._state)
+            program.run_summing(rows, program.new_sums())
+
+    def velocity(self, session: Session, first: int, actions: Actions, time: float, *, summing: bool = False) -> Actions:
+        """How `actions` at `time`, whose rows begin at slot `first`, after that of the state, change with it.
+
+        summing   begin new sums with what these rows read; else the weights are those requantized for the last ones
+        """
         turned = np.broadcast_to(self.expert.angles(time), (len(actions), self.expert.hidden_size))
-        return self._actions.run(self._rows(session, first, np.concatenate([actions, turned], axis=1)))
+        rows = self._rows(session, first, np.concatenate([actions, turned], axis=1))
+        if self._requantizer is None:
+            return self._actions.run(rows)
+        if summing:
+            self._requantizer.reset()
+        return self._requantizer.run(rows, None, summing)
 
     def _rows(self, session: Session, first: int, vectors: NDArray[np.float32]) -> Rows:
         """Rows from slot `first` on that bring `vectors`, and see each other and all before them."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edgeq.runtime import Model
+from edgeq.runtime import Model, Requantization
 from tests.runtime.policy.policy_checkpoint import OWN, SIDE, reference
 
 STATE = [0.3, -1.2, 0.7, 2.0, -0.1, 0.4]
@@ -60,6 +60,8 @@ class Case:
         )
         return found
 
-    def act(self, target: str, *, state: list[float] = STATE, **settings: Any) -> Actions:
-        with Model.load(self.path, target=target, mode="a16", context=192) as model:
+    def act(
+        self, target: str, *, state: list[float] = STATE, requantization: Requantization | None = None, **settings: Any
+    ) -> Actions:
+        with Model.load(self.path, target=target, mode="a16", context=192, requantization=requantization) as model:
             return model.act(self.pictures, "pick up", state, noise=self.noise, **settings)
