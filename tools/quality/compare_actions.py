@@ -63,7 +63,8 @@ def compare_actions(models: Sequence[Path], against: str, text: str, *, as_json:
     documents = read_documents(text)
     made = list(situations(configs[0], documents))
     with progress() as report:
-        wanted, _ = of_file(Path(against), made, options, report)
+        # Requantization is for the files that are compared, not for the source.
+        wanted, _ = of_file(Path(against), made, options | {"requantization": None}, report)
         spreads = wanted.std(axis=(0, 1))
         # A number that is always the same has no spread to go by.
         some, found = spreads > 0, []
