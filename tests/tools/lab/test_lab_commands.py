@@ -44,6 +44,7 @@ def test_all_commands_are_found() -> None:
         "signs",
         "soak",
         "speculation",
+        "train_policy",
         "train_text",
         "train_vision",
     }
