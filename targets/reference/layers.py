@@ -122,6 +122,9 @@ FUNCTIONS: dict[Function, Callable[[ArrayF32], ArrayF32]] = {
 
 def route(context: RunContext, op: Route, rows: Rows, state: State) -> None:
     logits = state[op.x][:, : op.experts]
+    if op.bias is not None:
+        state[op.out] = _by_sigmoids(logits, context.array(op.bias), op)
+        return
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     shares = weights / weights.sum(axis=1, keepdims=True)
     sound = np.isfinite(logits).all(axis=1, keepdims=True)
@@ -132,6 +135,17 @@ def route(context: RunContext, op: Route, rows: Rows, state: State) -> None:
     if op.normalized:
         picked = picked / picked.sum(axis=1, keepdims=True)
     state[op.out] = np.concatenate([picked, best.astype(np.float32)], axis=1)
+
+
+def _by_sigmoids(logits: ArrayF32, bias: ArrayF32, op: Route) -> ArrayF32:
+    """Finite however large a logit is; a row with one that is not takes the first experts, with shares of NaN."""
+    sound = np.isfinite(logits).all(axis=1, keepdims=True)
+    scores = _sigmoid(np.where(sound, logits, np.float32(0)))
+    best = np.argsort(-np.where(sound, scores + bias, 0), axis=1, kind="stable")[:, : op.chosen]
+    picked = np.where(sound, np.take_along_axis(scores, best, axis=1), np.float32(np.nan))
+    if op.normalized:
+        picked = picked / (picked.sum(axis=1, keepdims=True) + np.float32(1e-20))
+    return np.concatenate([picked * np.float32(op.factor), best.astype(np.float32)], axis=1, dtype=np.float32)
 
 
 def experts(context: RunContext, op: Experts, rows: Rows, state: State) -> None:
@@ -145,7 +159,8 @@ def experts(context: RunContext, op: Experts, rows: Rows, state: State) -> None:
         for layer in op.projections[expert]:
             linear(context, Linear(op.layer, "x", layer, "gate_up", offset), rows, inner)
             offset += layer.rows
-        activate(context, Activate(op.layer, "gate_up", op.width, "inner", op.function, clamp=op.clamp), rows, inner)
+        act = Activate(op.layer, "gate_up", op.width, "inner", op.function, op.gated, clamp=op.clamp)
+        activate(context, act, rows, inner)
         inner["out"] = np.zeros((len(r), op.downs[expert].rows), np.float32)
         linear(context, Linear(op.layer, "inner", op.downs[expert], "out"), rows, inner)
         outputs[r, rank] = inner["out"]

@@ -84,8 +84,12 @@ class ExpertStages:
 
 def route(context: Context, o: op.Route) -> None:
     (x, x_stride), (out, out_stride) = context.place(o.x), context.place(o.out)
-    args = kernels.RouteArgs(x=x, x_stride=x_stride, experts=o.experts, chosen=o.chosen, out=out, out_stride=out_stride)
-    context.emit(kernel(kernels.route, int(o.normalized)), args)
+    bias = 0 if o.bias is None else context.memory.floats(o.bias)
+    args = kernels.RouteArgs(
+        x=x, x_stride=x_stride, experts=o.experts, chosen=o.chosen, out=out, out_stride=out_stride, bias=bias, factor=o.factor
+    )
+    by = kernels.route if o.bias is None else kernels.route_by_sigmoids
+    context.emit(kernel(by, int(o.normalized)), args)
     context.invalidate(o.out)
 
 
@@ -171,12 +175,12 @@ def _lowered(
 
 
 def _operations(o: op.Experts, expert: int) -> Iterator[op.Operation]:
-    """down(f(gate x) * up x) of one expert, over its own buffers."""
+    """down(f(gate x) * up x) of one expert, or down(f(up x)), over its own buffers."""
     offset = 0
     for layer in o.projections[expert]:
         yield op.Linear(o.layer, X, layer, "gate_up", offset)
         offset += layer.rows
-    yield op.Activate(o.layer, "gate_up", o.width, INNER, o.function, clamp=o.clamp)
+    yield op.Activate(o.layer, "gate_up", o.width, INNER, o.function, o.gated, clamp=o.clamp)
     yield op.Linear(o.layer, INNER, o.downs[expert], Y)
 
 

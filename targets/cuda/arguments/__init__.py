@@ -51,6 +51,7 @@ RECORDS: Mapping[str, type[Arguments]] = {
     "cache_write_int4": heads.CacheWriteArguments,
     "attend": heads.AttendArguments,
     "route": experts.RouteArguments,
+    "route_by_sigmoids": experts.RouteBySigmoidsArguments,
     "share_scale": experts.ShareScaleArguments,
     "scatter": experts.ScatterArguments,
     "gather_add": experts.GatherAddArguments,

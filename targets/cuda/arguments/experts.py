@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgeq.targets.cuda.arguments.record import Address, Arguments, Int32
+from edgeq.targets.cuda.arguments.record import Address, Arguments, Float32, Int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,20 @@ class RouteArguments(Arguments):
     experts: Int32
     chosen: Int32
     normalized: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteBySigmoidsArguments(Arguments):
+    """bias   f32 [experts];  factor: of all shares;  the others: of RouteArguments"""
+
+    x: Address
+    bias: Address
+    out: Address
+    width: Int32
+    experts: Int32
+    chosen: Int32
+    normalized: Int32
+    factor: Float32
 
 
 @dataclass(frozen=True, kw_only=True)

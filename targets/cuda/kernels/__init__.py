@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from edgeq.targets.cuda.kernels.attention import attend
 from edgeq.targets.cuda.kernels.cache import cache_write, cache_write_int4, cache_write_int8
 from edgeq.targets.cuda.kernels.draw import draw
-from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, scatter
+from edgeq.targets.cuda.kernels.experts import gated_add, gather_add, route, route_by_sigmoids, scatter
 from edgeq.targets.cuda.kernels.factors import array_scale, gate, limit, row_mean, scale_shift, share_scale, soft_cap
 from edgeq.targets.cuda.kernels.floats import embed_float, float_product
 from edgeq.targets.cuda.kernels.fused import fused_activate, fused_heads, fused_rows
@@ -35,9 +35,9 @@ FUNCTIONS = {
         quantize_input_static, float_product, embed, embed_float,
         rms_norm, layer_norm, head_norm, value_norm, gated_norm, activate, activate_clamped, scale, array_scale, soft_cap,
         gate, limit, row_mean, scale_shift, inject, select, rope, head_rotate, cache_write, cache_write_int8,
-        cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, share_scale, scatter,
-        gather_add, gated_add, largest, draw, low_rank, low_rank_add, read_memory, short_conv, row_before, state_scan,
-        state_keep,
+        cache_write_int4, attend, arrange, butterflies, split_row, add_squares, requantize, route, route_by_sigmoids,
+        share_scale, scatter, gather_add, gated_add, largest, draw, low_rank, low_rank_add, read_memory, short_conv,
+        row_before, state_scan, state_keep,
     )
 }  # fmt: skip
 RESIDENT = {

@@ -93,6 +93,82 @@ def route(WARPS=4):
     return route_
 
 
+def route_by_sigmoids(WARPS=4):
+    """The same with sigmoids for shares, of the experts whose sigmoid and bias add up to most.  A warp has a token row."""
+
+    @T.prim_func
+    def route_by_sigmoids_(x_: T.handle, bias_: T.handle, out_: T.handle, tokens: T.int32, width: T.int32, experts: T.int32,
+                           chosen: T.int32, normalized: T.int32, factor: T.float32):  # fmt: skip
+        T.func_attr({"tirx.noalias": True})
+        nx, nb, no = T.int32(), T.int32(), T.int32()
+        x = T.match_buffer(x_, (nx,), "float32")
+        bias = T.match_buffer(bias_, (nb,), "float32")
+        out = T.match_buffer(out_, (no,), "float32")
+        T.device_entry()
+        part = T.cta_id([T.ceildiv(tokens, WARPS)])
+        warp = T.warp_id([WARPS])
+        lane = T.lane_id([32])
+        row: T.let = part * WARPS + warp
+        bits = T.alloc_local((1,), "uint32")
+        picked = T.alloc_local((1,), "float32")
+        share = T.alloc_local((1,), "float32")
+        best = T.alloc_local((1,), "float32")
+        other = T.alloc_local((1,), "float32")
+        which = T.alloc_local((1,), "int32")
+        candidate = T.alloc_local((1,), "int32")
+        last = T.alloc_local((1,), "float32")
+        at = T.alloc_local((1,), "int32")
+        if row < tokens:
+            bits[0] = T.uint32(0)
+            for i in T.serial(T.ceildiv(experts, 32)):
+                if i * 32 + lane < experts:
+                    bits[0] = T.max(bits[0], T.reinterpret("uint32", x[row * width + i * 32 + lane]) & T.uint32(0x7FFFFFFF))
+            for level in T.unroll(5):
+                bits[0] = T.max(bits[0], T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), bits[0], 1 << level, 32, 32))
+            picked[0] = T.float32(0)
+            last[0] = T.float32(MAX_F32)
+            at[0] = -1
+            for place in T.serial(chosen):
+                # The largest sum after the last one in the order of falling sums and rising numbers.
+                best[0] = T.float32(-MAX_F32)
+                which[0] = NONE
+                for i in T.serial(T.ceildiv(experts, 32)):
+                    candidate[0] = i * 32 + lane
+                    if candidate[0] < experts:
+                        other[0] = T.float32(0)
+                        if bits[0] < T.uint32(INFINITY_BITS):
+                            share[0] = T.float32(1) / (T.float32(1) + T.exp(-x[row * width + candidate[0]]))
+                            other[0] = share[0] + bias[candidate[0]]
+                        after: T.let = other[0] < last[0] or (other[0] == last[0] and candidate[0] > at[0])
+                        if after and (other[0] > best[0] or which[0] == NONE):
+                            best[0] = other[0]
+                            which[0] = candidate[0]
+                for level in T.unroll(5):
+                    other[0] = T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), best[0], 1 << level, 32, 32)
+                    candidate[0] = T.tvm_warp_shuffle_xor(T.uint32(0xFFFFFFFF), which[0], 1 << level, 32, 32)
+                    larger: T.let = other[0] > best[0] or (other[0] == best[0] and candidate[0] < which[0])
+                    if candidate[0] != NONE and (which[0] == NONE or larger):
+                        best[0] = other[0]
+                        which[0] = candidate[0]
+                last[0] = best[0]
+                at[0] = which[0]
+                share[0] = T.reinterpret("float32", T.uint32(NAN_BITS))
+                if bits[0] < T.uint32(INFINITY_BITS):
+                    share[0] = T.float32(1) / (T.float32(1) + T.exp(-x[row * width + which[0]]))
+                picked[0] = picked[0] + share[0]
+                if lane == 0:
+                    out[row * (2 * chosen) + place] = share[0]
+                    out[row * (2 * chosen) + chosen + place] = T.Cast("float32", which[0])
+            if normalized == 0:
+                picked[0] = T.float32(1)
+            if lane == 0:
+                for place in T.serial(chosen):
+                    share[0] = out[row * (2 * chosen) + place] / (picked[0] + T.float32(1e-20))
+                    out[row * (2 * chosen) + place] = share[0] * factor
+
+    return route_by_sigmoids_
+
+
 def scatter():
     """out[places[row]] = x[row], rows of `width` channels."""
 

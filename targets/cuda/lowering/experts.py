@@ -9,6 +9,7 @@ from edgeq.targets.cuda.arguments.experts import (
     GatedAddArguments,
     GatherAddArguments,
     RouteArguments,
+    RouteBySigmoidsArguments,
     ScatterArguments,
     ShareScaleArguments,
 )
@@ -22,15 +23,12 @@ from edgeq.targets.graph import Activate, Experts, Linear, Route
 
 
 def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:
-    arguments = RouteArguments(
-        x=lowering.buffer(op.x),
-        out=lowering.buffer(op.out),
-        width=lowering.graph.buffers[op.x],
-        experts=op.experts,
-        chosen=op.chosen,
-        normalized=int(op.normalized),
-    )
-    return [Launch(op, lowering.stage, Variant("route"), arguments)]
+    sizes = {"width": lowering.graph.buffers[op.x], "experts": op.experts, "chosen": op.chosen}
+    given = {"x": lowering.buffer(op.x), "out": lowering.buffer(op.out), "normalized": int(op.normalized), **sizes}
+    if op.bias is None:
+        return [Launch(op, lowering.stage, Variant("route"), RouteArguments(**given))]
+    arguments = RouteBySigmoidsArguments(bias=lowering.storage.floats(op.bias), factor=op.factor, **given)
+    return [Launch(op, lowering.stage, Variant("route_by_sigmoids"), arguments)]
 
 
 def share_scale(lowering: Lowering, op: ShareScale) -> Sequence[Lowered]:
@@ -52,7 +50,7 @@ def experts(lowering: Lowering, op: Experts) -> Sequence[Lowered]:
     taken, gate_up, inner = memory("taken", width), memory("gate_up", 2 * op.width), memory("inner", op.width)
     out, results = memory("out", result), memory("results", op.chosen * result)
     which, places = memory("rows", 1), memory("places", 1)
-    activate = Activate(op.layer, op.x, op.width, op.out, op.function, clamp=op.clamp)
+    activate = Activate(op.layer, op.x, op.width, op.out, op.function, op.gated, clamp=op.clamp)
     launches = []
     for e, (projection, down) in enumerate(zip(op.projections, op.downs, strict=True)):
         rows_of_expert = SelectedArguments(x=lowering.buffer(op.x), out=taken, width=width)

@@ -14,7 +14,17 @@ from edgeq.targets.graph import CacheSpec, Experts, Function, Graph, Linear, Sel
 from tests.cuda.comparing import both, program_of, read
 from tests.cuda.emulated import SHUFFLED
 from tests.targets.cases import Arrays
-from tests.targets.products.test_experts import CODECS, HIDDEN, INNER, graph_of, inputs, layer
+from tests.targets.products.test_experts import (
+    CODECS,
+    HIDDEN,
+    INNER,
+    graph_of,
+    inputs,
+    layer,
+    routed_by_sigmoids,
+    sigmoid_logits,
+    without_gates,
+)
 from tests.targets.test_cpu_kernels import identity, shown
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -62,6 +72,14 @@ def test_routing(experts: int) -> None:
     assert np.isnan(y[4]).any() and np.isfinite(np.delete(y, 4, 0)).all()
 
 
+@pytest.mark.parametrize("experts", [7, 40])
+def test_routing_by_sigmoids(experts: int) -> None:
+    arrays, chosen = Arrays(), 3
+    oracle, y = both(routed_by_sigmoids(arrays, *sigmoid_logits(experts), chosen, True), arrays, 6)
+    assert np.array_equal(y[:, chosen:], oracle[:, chosen:], equal_nan=True)
+    assert np.allclose(y, oracle, rtol=1e-5, atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize(("function", "clamp"), [("gelu_pytorch_tanh", None), ("silu", (1.3, 0.4))], ids=["gelu", "clamped"])
 def test_experts_with_biases_another_function_and_limits(function: Function, clamp: tuple[float, float] | None) -> None:
     arrays, x, rng = Arrays(), inputs(9), np.random.default_rng(2)
@@ -82,6 +100,15 @@ def test_experts_with_biases_another_function_and_limits(function: Function, cla
     plain, _ = both(graph, arrays, 9)
     oracle, y = both(replace(graph, operations=(*graph.operations[:4], other, *graph.operations[5:])), arrays, 9)
     assert np.abs(y - oracle).max() < 1e-3 < np.abs(plain - oracle).max()
+
+
+def test_experts_without_a_gate_of_a_router_of_sigmoids() -> None:
+    arrays, x = Arrays(), inputs(9)
+    graph = without_gates(graph_of(arrays, Codec("int", 4, 16), x, 5, 2, fused=False))
+    bias = arrays.add(np.array([0, 3, 0, -3, 0.5], np.float32), "f32")
+    by_sigmoids = replace(graph.operations[2], bias=bias)  # type: ignore[call-arg]
+    oracle, y = both(replace(graph, operations=(*graph.operations[:2], by_sigmoids, *graph.operations[3:])), arrays, 9)
+    assert np.abs(y - oracle).max() < 1e-3 < np.abs(y - x).max()
 
 
 def test_shares_are_multiplied_by_numbers_of_their_experts() -> None:

@@ -34,8 +34,8 @@ EMBEDS += [
 FUNCTIONS = (
     "rms_norm", "layer_norm", "head_norm", "value_norm", "activate_clamped", "scale", "array_scale", "soft_cap", "limit",
     "row_mean", "scale_shift", "inject", "select", "rope", "cache_write", "cache_write_int8", "cache_write_int4", "share_scale",
-    "arrange", "butterflies", "split_row", "add_squares", "route", "scatter", "gather_add", "gated_add", "low_rank_add",
-    "read_memory",
+    "arrange", "butterflies", "split_row", "add_squares", "route", "route_by_sigmoids", "scatter", "gather_add", "gated_add",
+    "low_rank_add", "read_memory",
 )  # fmt: skip
 """Kernels without literals."""
 CODECS = [

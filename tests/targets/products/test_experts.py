@@ -135,6 +135,74 @@ def test_only_the_chosen_experts_are_added_by_their_shares(codec, experts, chose
     assert np.abs(y - oracle).max() < 1e-3 and np.abs(y - x).max() > 0.05
 
 
+def routed_by_sigmoids(arrays, x, bias, chosen, normalized):
+    """A graph that shows the routing of the logits x."""
+    rows, experts = x.shape
+    operations = (
+        Embed(-1, arrays.add(x, "f32"), "router"),
+        Route(0, "router", experts, chosen, normalized, "routing", arrays.add(bias, "f32"), 1.7),
+        Select(-1, ("routing",)),
+        Linear(-1, "routing", identity(arrays, 2 * chosen), "y"),
+    )
+    buffers = {"router": experts, "routing": 2 * chosen, "y": 2 * chosen}
+    return Graph(buffers, operations, "y", cache=(CacheSpec(1, 2, 2),))
+
+
+def sigmoid_logits(experts):
+    """Logits with ties, with values where sigmoids saturate, and with one that is not finite; biases that change the choice."""
+    rng = np.random.default_rng(4)
+    x, bias = (rng.standard_normal(shape).astype(np.float32) for shape in ((6, experts), experts))
+    x[0], x[1, ::2], x[2, ::3] = 0.5, 90, -90
+    x[3], x[4, 1] = -200, np.nan
+    bias[1], bias[experts - 1] = bias[0], 2.5
+    return x, bias
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_bias_moves_the_choice_of_sigmoids_and_not_their_shares(normalized):
+    chosen = 3
+    x, bias = sigmoid_logits(7)
+    arrays = Arrays()
+    oracle, y = (run(t, routed_by_sigmoids(arrays, x, bias, chosen, normalized), arrays, [6]) for t in ("reference", "cpu"))
+    assert np.array_equal(y[:, chosen:], oracle[:, chosen:], equal_nan=True)
+    # What shows the routing is a product, in which a share of NaN is the whole row.
+    assert np.allclose(y, oracle, rtol=1e-6, atol=1e-38, equal_nan=True) and np.isnan(oracle[4]).all()
+    sound = np.delete(np.arange(6), 4)
+    scores = 1 / (1 + np.exp(-x[sound].astype(np.float64)))
+    best = np.argsort(-(scores.astype(np.float32) + bias), axis=1, kind="stable")[:, :chosen]
+    shares = np.take_along_axis(scores, best, 1)
+    shares = shares / (shares.sum(1, keepdims=True) + 1e-20) if normalized else shares
+    assert np.array_equal(oracle[sound, chosen:], best)
+    assert np.allclose(oracle[sound, :chosen], 1.7 * shares, rtol=1e-6, atol=1e-38)
+    unmoved = np.argsort(-scores, axis=1, kind="stable")[:, :chosen]
+    assert not np.array_equal(best, unmoved)
+
+
+def without_gates(graph):
+    """The same with experts down(relu(up x)^2), of the first projections."""
+    experts = graph.operations[4]
+    alone = replace(experts, projections=tuple(each[1:] for each in experts.projections), function="relu2", gated=False)
+    return replace(graph, operations=(*graph.operations[:4], alone, *graph.operations[5:]))
+
+
+@pytest.mark.parametrize("codec", [Codec("f32"), Codec("int", 4, 16, symmetric=False)], ids=lambda c: c.name)
+def test_experts_without_a_gate(codec):
+    arrays, x = Arrays(), inputs(23)
+    graph = without_gates(graph_of(arrays, codec, x, 5, 2, normalized=False, fused=False))
+    oracle, y = (run(target, graph, arrays, [23]) for target in ("reference", "cpu"))
+    _, route, _, _, experts, *_ = graph.operations
+    logits = x.astype(np.float64) @ matrix(arrays, route.linear.weights[0]).T
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    shares /= shares.sum(1, keepdims=True)
+    wanted = x.astype(np.float64)
+    for e, (projection, down) in enumerate(zip(experts.projections, experts.downs, strict=True)):
+        inner = np.maximum(x @ matrix(arrays, projection[0].weights[0]).T, 0).astype(np.float64) ** 2
+        share = np.where(shares[:, e] >= np.sort(shares, axis=1)[:, -2], shares[:, e], 0)
+        wanted += share[:, None] * (inner @ matrix(arrays, down.weights[0]).T)
+    assert np.abs(oracle - wanted).max() < 1e-4 and np.abs(y - oracle).max() < 1e-3 and np.abs(y - x).max() > 0.05
+    assert np.array_equal(run("cpu", graph, arrays, [1, 17, 5]), y)
+
+
 @pytest.mark.parametrize(
     ("codec", "mode"),
     [

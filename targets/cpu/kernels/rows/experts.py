@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import math
 
-from edgeq.targets.cpu.jit.args import Args, nbytes, number, pointer
+import numpy as np
+
+from edgeq.targets.cpu.jit.args import Args, float32, nbytes, number, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
+from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i32, get_i64, put_f32, put_i32, put_i64, vfma, vload, vsplat, vstore
 from edgeq.targets.cpu.kernels.rows.elementwise import clear_padding, zero_if_finite
 from edgeq.targets.cpu.threads.threadpool import invoke
 
 
 class RouteArgs(Args):
+    """bias   f32 [experts], and the factor of all shares: of `route_by_sigmoids` alone"""
+
     x = pointer()
     x_stride = nbytes()
     experts = number()
     chosen = number()
     out = pointer()
     out_stride = nbytes()
+    bias = pointer()
+    factor = float32()
 
 
 def route(normalized: int) -> Kernel:
@@ -35,12 +42,7 @@ def route(normalized: int) -> Kernel:
         experts, chosen = args.experts, args.chosen
         for r in range(part, get_i64(args.rows), parts):
             x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
-            mark = zero_if_finite(x, experts)
-            if mark != mark:
-                # No order holds among these.
-                for i in range(chosen):
-                    put_f32(out + 4 * i, mark)
-                    put_f32(out + 4 * (chosen + i), i)
+            if routed_without_order(x, out, experts, chosen):
                 continue
             largest = get_f32(x)
             for e in range(1, experts):
@@ -65,6 +67,52 @@ def route(normalized: int) -> Kernel:
                     put_f32(out + 4 * i, get_f32(out + 4 * i) / picked)
 
     return kernel
+
+
+def route_by_sigmoids(normalized: int) -> Kernel:
+    """The same with sigmoids for shares, of the experts whose sigmoid and bias add up to most."""
+
+    def kernel(record, part, parts, thread):
+        args = RouteArgs(record)
+        experts, chosen, bias = args.experts, args.chosen, args.bias
+        for r in range(part, get_i64(args.rows), parts):
+            x, out = args.x + r * args.x_stride, args.out + r * args.out_stride
+            if routed_without_order(x, out, experts, chosen):
+                continue
+            last, before, picked = math.inf, -1, 0.0
+            for i in range(chosen):
+                best, index = -math.inf, 0
+                for e in range(experts):
+                    value = sigmoid(get_f32(x + 4 * e)) + get_f32(bias + 4 * e)
+                    if (value < last or (value == last and e > before)) and value > best:
+                        best, index = value, e
+                share = sigmoid(get_f32(x + 4 * index))
+                put_f32(out + 4 * i, share)
+                put_f32(out + 4 * (chosen + i), index)
+                last, before, picked = best, index, picked + share
+            whole = picked + 1e-20 if normalized else 1.0
+            for i in range(chosen):
+                put_f32(out + 4 * i, get_f32(out + 4 * i) / whole * args.factor)
+
+    return kernel
+
+
+@inline
+def routed_without_order(x, out, experts, chosen):
+    """Whether a logit of the row is NaN or infinite: no order holds among these, so it has the first experts."""
+    mark = zero_if_finite(x, experts)
+    if mark == mark:
+        return False
+    for i in range(chosen):
+        put_f32(out + 4 * i, mark)
+        put_f32(out + 4 * (chosen + i), i)
+    return True
+
+
+@inline
+def sigmoid(x):
+    """In float32, as the sums are that rank the experts: two that saturate are equal on every target."""
+    return np.float32(1 / (1 + math.exp(-x)))
 
 
 class ShareScaleArgs(Args):
