@@ -213,7 +213,9 @@ class TorchExperts(nn.Module):
         super().__init__()
         of_experts = tuple(part.removeprefix("experts.") for part in biases if part.startswith("experts."))
         self.chosen, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
+        self.factor = config.routed_scaling_factor
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias="router" in biases)
+        self.expert_biases = Gain(config.num_experts) if config.expert_scores == "sigmoid" else None
         self.experts = nn.ModuleList([Mlp(config, config.intermediate_size, of_experts) for _ in range(config.num_experts)])
         shared = config.shared_expert_intermediate_size
         gated = config.shared_expert_gate and not config.experts_beside_mlp
@@ -239,8 +241,12 @@ class TorchExperts(nn.Module):
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shares and numbers of the experts of every token, [tokens, experts per token]."""
-        shares, experts = self.gate(x).softmax(-1).topk(self.chosen)
-        return shares / shares.sum(-1, keepdim=True) if self.normalized else shares, experts
+        scores, bias = self.gate(x), self.expert_biases
+        scores = scores.softmax(-1) if bias is None else scores.sigmoid()
+        experts = (scores if bias is None else scores + bias.weight).topk(self.chosen).indices
+        shares = scores.gather(-1, experts)
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20) if self.normalized else shares
+        return shares * self.factor, experts
 
     def run_owner(self, path: str, x: Tensor) -> None:
         """Run only the expert, or the shared one, that has the module `path` of the decoder layer, over its share of the tokens

@@ -82,6 +82,7 @@ NORMS = {
     "shared_norm": "mlp.shared_norm",
     "router_norm": "mlp.router_norm",
     "expert_scales": "mlp.expert_scales",
+    "expert_biases": "mlp.expert_biases",
     "experts_input_norm": "mlp.experts_input_norm",
     "experts_norm": "mlp.experts_norm",
 }

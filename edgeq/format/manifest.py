@@ -48,6 +48,7 @@ def layer_contents(config: Stack, layer: int) -> StackContents:
         if beside := config.experts_beside_mlp:
             contents |= {name: (hidden,) for name in (f"{p}shared_norm", f"{p}router_norm")}
         contents[f"{p}router"] = {f"{p}router": (config.num_experts, hidden)}
+        contents |= {f"{p}expert_biases": (config.num_experts,)} if config.expert_scores == "sigmoid" else {}
         if beside:
             contents |= {f"{p}expert_scales": (config.num_experts,), f"{p}experts_input_norm": (hidden,)}
             contents[f"{p}experts_norm"] = (hidden,)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.activations import GATED, check_activation
 from edgeq.network.delta_net import MAX_TAPS, DeltaNet
 from edgeq.network.head_shape import HeadShape
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
+from edgeq.network.mlp import GATED, check_activation, check_experts
 from edgeq.network.rope import UNROTATED, Rope, alibi_slopes
 from edgeq.network.ssd import StateSpace
 
@@ -24,8 +24,6 @@ MAX_SIZES = {
     "head_dim": 1_024,
     "max_position_embeddings": 16_777_216,
 }
-MAX_EXPERTS = 32_768
-"""The most experts of all layers together."""
 FLAGS = ("qk_norm", "layer_norm", "pre_norms", "post_norms", "norm_topk_prob", "attention_gate", "attention_sinks",
          "attention_k_eq_v", "value_norm", "use_double_wide_mlp", "layer_scalars", "experts_beside_mlp",
          "shared_expert_gate")  # fmt: skip
@@ -78,15 +76,18 @@ class Stack:
     hidden_size_per_layer_input   channels of what each layer adds to the stream after its MLP, made of the stream and of the
                             token's own row of a table for that layer; 0: nothing (Gemma 4)
     layer_scalars           after each layer the residual stream is multiplied by a number of the layer's own (Gemma 4)
-    num_experts             experts of each MLP; a token uses the num_experts_per_tok that the softmax of the router ranks
-                            highest, weighted by it, with norm_topk_prob divided by the sum of their weights; 0: one MLP
-                            (Mixtral, Qwen-MoE).  intermediate_size is that of an expert
+    num_experts             experts of each MLP; a token uses the num_experts_per_tok that the router ranks highest, weighted
+                            by their scores, with norm_topk_prob divided by the sum of their weights; 0: one MLP (Mixtral,
+                            Qwen-MoE).  intermediate_size is that of an expert
     experts_beside_mlp      the one for all tokens has no gate, both have norms of their own, shares a factor each (Gemma 4)
     swiglu_limit, swiglu_alpha   of experts: down((u + 1) g sigmoid(swiglu_alpha g)), with the gate g at most swiglu_limit and u
                             from - swiglu_limit to it; a limit of None: down(silu(g) u) (gpt-oss)
     shared_expert_intermediate_size   inner channels of one more expert, for all tokens, weighted by a sigmoid; 0: none
                             (Qwen2-MoE)
     shared_expert_gate      of it; without this gate it is added as it is (Granite 4)
+    expert_scores           what experts are ranked and weighted by: "softmax" of the router; "sigmoid": of each output of the
+                            router, to which a bias of each expert is added for the ranking alone (Nemotron 3)
+    routed_scaling_factor   of "sigmoid": the weights of experts are multiplied by it, after they were divided
 
     prefix   of the names of its layers and arrays in a file
     """
@@ -134,6 +135,8 @@ class Stack:
     experts_beside_mlp: bool = False
     ssd: StateSpace | None = None
     shared_expert_gate: bool = True
+    expert_scores: str = "softmax"
+    routed_scaling_factor: float = 1.0
     attn_logit_softcapping: float | None = None
     clip_qkv: float | None = None
 
@@ -168,7 +171,7 @@ class Stack:
                 check_positive(name, getattr(self, name))
         if self.attn_logit_softcapping is not None and (self.attention_sinks or self.rope.kind == "alibi"):
             raise UnsupportedError("attn_logit_softcapping beside attention_sinks or an alibi rope is not supported")
-        self._check_experts()
+        check_experts(self)
         self._check_norms()
         if len(self.sliding_windows) not in (0, self.num_hidden_layers):
             raise FormatError(f"config has {len(self.sliding_windows)} sliding windows for {self.num_hidden_layers} layers")
@@ -246,35 +249,8 @@ class Stack:
             raise UnsupportedError(
                 "ssd beside conv_layers, delta_net, post_norms, parallel_blocks or layer_norm is not supported"
             )
-        if self.ssd and self.ssd.mlp_layers and (self.num_experts or self.layer_scalars):
-            raise UnsupportedError("ssd.mlp_layers beside experts or layer_scalars are not supported")
-
-    def _check_experts(self) -> None:
-        """FormatError, UnsupportedError: experts that do not fit each other or the rest."""
-        limits = {
-            "num_experts": MAX_EXPERTS // self.num_hidden_layers,
-            "num_experts_per_tok": self.num_experts,
-            "shared_expert_intermediate_size": MAX_SIZES["intermediate_size"] if self.num_experts else 0,
-        }
-        for name, limit in limits.items():
-            check_integer(name, getattr(self, name), 0, limit)
-        if self.num_experts and not self.num_experts_per_tok:
-            raise FormatError(f"config has {self.num_experts} experts and uses none of them")
-        if self.num_experts and (not self.gated or (self.hidden_act != "silu" and not self.experts_beside_mlp)):
-            raise UnsupportedError(f"experts with hidden_act {self.hidden_act!r} are not supported; supported: silu")
-        beside = self.shared_expert_intermediate_size and self.pre_norms and self.post_norms and not self.layer_norm
-        if not self.shared_expert_gate and (not self.shared_expert_intermediate_size or self.experts_beside_mlp):
-            raise UnsupportedError("shared_expert_gate of false is supported with a shared expert, without experts_beside_mlp")
-        if self.experts_beside_mlp and (not beside or self.num_kv_shared_layers):
-            wanted = "shared_expert_intermediate_size, pre_norms and post_norms, without layer_norm and num_kv_shared_layers"
-            raise UnsupportedError(f"experts_beside_mlp is supported with {wanted}")
-        check_positive("swiglu_alpha", self.swiglu_alpha)
-        if self.swiglu_limit is not None:
-            check_positive("swiglu_limit", self.swiglu_limit)
-            if not self.num_experts or self.shared_expert_intermediate_size:
-                raise UnsupportedError("swiglu_limit without experts, or beside a shared one, is not supported")
-        if self.num_experts and self.post_norms and not self.experts_beside_mlp:
-            raise UnsupportedError("experts with a norm after them (post_norms) are not supported")
+        if self.ssd and self.ssd.mlp_layers and self.layer_scalars:
+            raise UnsupportedError("ssd.mlp_layers beside layer_scalars are not supported")
 
     @property
     def gated(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.activations import PLAIN
 from edgeq.network.json_records import check_positive
+from edgeq.network.mlp import PLAIN
 
 PROJECT_NORMS = ("patch", "joined", "none")
 NO_ACTIVATION = "none"

@@ -172,7 +172,7 @@ def mlp_buffers(config: Stack, layer: int) -> tuple[str, str]:
 
 def expert_widths(config: Stack) -> dict[str, int]:
     shared = config.shared_expert_intermediate_size
-    of_shared = {"gate_up": 2 * shared, "inner": shared, "branch": config.hidden_size}
+    of_shared = {"gate_up": (2 if config.gated else 1) * shared, "inner": shared, "branch": config.hidden_size}
     gate = {"shared_gate": 1} if config.shared_expert_gate else {}
     of_shared |= {"beside": config.hidden_size} if config.experts_beside_mlp else gate
     return {"router": config.num_experts, "routing": 2 * config.num_experts_per_tok, **(of_shared if shared else {})}
@@ -316,10 +316,10 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
     """
     linears, arrays, p = metadata.linears, metadata.arrays, layer_prefix(config, layer)
     chosen, inner, shared = config.num_experts_per_tok, config.intermediate_size, config.shared_expert_intermediate_size
-    parts = dict(fused_shapes(config, layer))
+    parts, both = dict(fused_shapes(config, layer)), "gate_up" if config.gated else "up"
     projections, downs = [], []
     for owner in (f"{p}experts.{e}." for e in range(config.num_experts)):
-        names = [f"{owner}gate_up"] if f"{owner}gate_up" in linears else list(parts[f"{owner}gate_up"])
+        names = [f"{owner}{both}"] if f"{owner}{both}" in linears else list(parts[f"{owner}{both}"])
         projections.append(tuple(linears[name] for name in names))
         downs.append(linears[f"{owner}down"])
     of_experts = tuple(projections), tuple(downs), inner
@@ -340,13 +340,16 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
         yield NormAdd(layer, "beside", arrays[f"{p}post_mlp_norm"], eps, "x")
         return
     yield Linear(layer, "normed", linears[f"{p}router"], "router")
-    yield Route(layer, "router", config.num_experts, chosen, config.norm_topk_prob, "routing")
+    bias = arrays[f"{p}expert_biases"] if config.expert_scores == "sigmoid" else None
+    factor = config.routed_scaling_factor
+    yield Route(layer, "router", config.num_experts, chosen, config.norm_topk_prob, "routing", bias, factor)
     gated = shared and config.shared_expert_gate
     if gated:
         yield Linear(layer, "normed", linears[f"{p}shared_gate"], "shared_gate")
     if shared:
         yield from shared_expert(metadata, config, layer)
-    yield Experts(layer, "normed", "routing", chosen, *of_experts, "x", config.clamp)
+    function = cast(Function, config.hidden_act)
+    yield Experts(layer, "normed", "routing", chosen, *of_experts, "x", config.clamp, function, config.gated)
     if shared and not gated:
         yield ScaleAdd(layer, "branch", 1.0, "x")
     if gated:
@@ -354,8 +357,8 @@ def experts(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation
 
 
 def shared_expert(metadata: Metadata, config: Stack, layer: int) -> Iterator[Operation]:
-    """branch = down(act(gate) * up) of the one for all tokens, with gate, up = gate_up(normed)."""
+    """branch = down(act(gate) * up) of the one for all tokens, with gate, up = gate_up(normed), or down(act(up(normed)))."""
     p = layer_prefix(config, layer)
-    yield from projection(metadata, config, layer, "normed", f"{p}shared.gate_up", "gate_up")
+    yield from projection(metadata, config, layer, "normed", f"{p}shared.{'gate_up' if config.gated else 'up'}", "gate_up")
     yield activation(config, layer, config.shared_expert_intermediate_size)
     yield Linear(layer, "inner", metadata.linears[f"{p}shared.down"], "branch")

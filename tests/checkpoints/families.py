@@ -296,6 +296,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hybrid_override_pattern": "M*-", "head_dim": 32, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 1e-9}
         | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 4, "ssm_state_size": 16, "num_key_value_heads": 4},
     ),
+    "nemotron_h_experts": (
+        "NemotronH",
+        {"hybrid_override_pattern": "MEM*EE", "head_dim": 64, "layer_norm_epsilon": 3e-3, "conv_kernel": 3, "expand": 3}
+        | {"mamba_num_heads": 6, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 24, "time_step_min": 1e-9}
+        | {"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "routed_scaling_factor": 1.7}
+        | {"moe_shared_expert_intermediate_size": 160},
+    ),
     "falcon_rw": (
         "Falcon",
         {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True, "layer_norm_epsilon": 3e-5}
@@ -393,6 +400,8 @@ def build_checkpoint(folder: Path, family: str, dtype: str, max_shard_size: str,
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("layer_scalar"):
                 buffer.data = 0.7 + 0.5 * torch.rand_like(buffer)
+            elif buffer_name.endswith("e_score_correction_bias"):
+                buffer.data = 0.3 * torch.randn_like(buffer)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     if "mtp_num_hidden_layers" in settings:
         add_draft_layer(folder)

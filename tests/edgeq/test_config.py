@@ -433,7 +433,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sinks that are no flag": ({"attention_sinks": 1}, FormatError, "attention_sinks is 1; expected true or false"),
     "a limit of nothing": ({"swiglu_limit": 0, "num_experts": 2, "num_experts_per_tok": 1}, FormatError, "swiglu_limit is 0"),
     "an alpha of nothing": ({"swiglu_alpha": -1}, FormatError, "swiglu_alpha is -1"),
-    "a limit without experts": ({"swiglu_limit": 7.0}, UnsupportedError, "swiglu_limit without experts"),
+    "a limit without experts": ({"swiglu_limit": 7.0}, UnsupportedError, "swiglu_limit without experts that"),
     "more shared layers than there are": ({"num_kv_shared_layers": 2}, FormatError, "num_kv_shared_layers is 2"),
     "keys of the other kind": (
         {"num_kv_shared_layers": 1, "value_norm": True, "sliding_windows": [8, 0]},
@@ -513,10 +513,17 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedError,
         "mlp_layers with beside_attention",
     ),
-    "experts in place of an MLP": (
-        {"ssd": SSD | {"mlp_layers": [1]}, "num_hidden_layers": 3, "num_experts": 3, "num_experts_per_tok": 2},
+    "scores of no experts": ({"expert_scores": "sigmoid"}, UnsupportedError, "expert_scores 'sigmoid' is supported with"),
+    "a factor of shares of a softmax": ({"routed_scaling_factor": 2.0}, UnsupportedError, "is supported with expert_scores"),
+    "other scores": (
+        {"num_experts": 3, "num_experts_per_tok": 1, "expert_scores": "tanh"},
         UnsupportedError,
-        "ssd.mlp_layers beside experts",
+        "expert_scores 'tanh' is not known; supported: softmax, sigmoid",
+    ),
+    "experts of a gate of relu2": (
+        {"num_experts": 3, "num_experts_per_tok": 1, "hidden_act": "relu2", "gated_mlp": True},
+        UnsupportedError,
+        "experts with hidden_act 'relu2' are not supported; supported: silu, and relu2 without a gate",
     ),
     "half a state space": ({"ssd": {"layers": [0]}}, FormatError, "ssd lacks groups, head_dim"),
     "a newer state space": ({"ssd": SSD | {"channels": 1}}, UnsupportedError, "ssd has unknown keys channels"),

@@ -9,9 +9,9 @@ from edgeq.converters.families.family import FamilyDescription, Values
 from edgeq.converters.families.positions import one_window, partial_rope, qwen_windows, rope
 from edgeq.converters.families.rearranged import fused_gate_up
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.activations import GATED
 from edgeq.network.config import ModelConfig
 from edgeq.network.json_records import check_integer
+from edgeq.network.mlp import GATED
 from edgeq.network.stack import MAX_SIZES
 
 DEFAULTS: dict[str, Any] = {

@@ -41,7 +41,7 @@ FAMILIES += ("bigcode", "bigcode_mha", "neox", "neox_sequential")
 FAMILIES += ("falcon_7b", "falcon_40b", "falcon_sequential", "qwen3_5", "qwen3_next", "qwen3_5_moe", "olmo_hybrid", "gpt_oss")
 FAMILIES += ("gemma4", "gemma4_keys", "gemma4_moe", "granite_hybrid", "granite_hybrid_moe")
 FAMILIES += ("falcon_h1", "falcon_h1_norm", "falcon_h1_gate", "gemma", "gemma2", "nemotron_h", "nemotron_h_biases")
-FAMILIES += ("falcon_rw", "mpt", "bloom", "bloom_odd", "granite_moe", "granite_moe_shared")
+FAMILIES += ("nemotron_h_experts", "falcon_rw", "mpt", "bloom", "bloom_odd", "granite_moe", "granite_moe_shared")
 TOKENS = torch.randint(0, 2048, (3, 40), generator=torch.Generator().manual_seed(5))
 
 

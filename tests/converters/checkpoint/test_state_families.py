@@ -126,6 +126,22 @@ NEMOTRON: dict[str, Any] = {
 }
 
 
+NANO: dict[str, Any] = {
+    "hybrid_override_pattern": "MEM*EMEE",
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+}
+
+
+def test_layers_of_nemotron_3_are_experts_in_place_of_mlps() -> None:
+    found = config_of("NemotronHForCausalLM", **NEMOTRON | NANO, routed_scaling_factor=2.5)
+    assert found.ssd is not None and found.ssd.mlp_layers == (1, 4, 6, 7) and found.ssd_layers == (0, 2, 5)
+    assert (found.num_experts, found.num_experts_per_tok, found.intermediate_size, found.norm_topk_prob) == (6, 2, 40, True)
+    assert (found.shared_expert_intermediate_size, found.shared_expert_gate, found.expert_scores) == (56, False, "sigmoid")
+    assert found.routed_scaling_factor == 2.5 and type(found).from_json(found.to_json()) == found
+
+
 def test_every_layer_of_nemotron_h_is_one_block() -> None:
     found = config_of("NemotronHForCausalLM", **NEMOTRON, layer_norm_epsilon=3e-5, head_dim=16)
     assert found.ssd == StateSpace((0, 2, 5), 6, 8, 2, 10, 4, 3e-5, mlp_layers=(1, 4, 6, 7))
@@ -148,8 +164,16 @@ def test_every_layer_of_nemotron_h_is_one_block() -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "why"),
     [
-        ({"hybrid_override_pattern": "MEM*-M--"}, UnsupportedError, "hybrid_override_pattern has 'E', layers of experts"),
-        ({"layers_block_type": ["mamba", "moe"] * 4}, UnsupportedError, "layers_block_type has 'moe', layers of experts"),
+        ({"hybrid_override_pattern": "MEM*-M--"}, UnsupportedError, "hybrid_override_pattern has MLPs and experts"),
+        ({"layers_block_type": ["mamba", "moe"] * 4}, UnsupportedError, "no layer of kind 'attention'"),
+        (NANO | {"mlp_bias": True}, UnsupportedError, "mlp_bias is True beside experts"),
+        (NANO | {"moe_latent_size": 24}, UnsupportedError, "moe_latent_size is 24"),
+        (NANO | {"n_group": 2}, UnsupportedError, "n_group is 2"),
+        (NANO | {"n_shared_experts": 2}, UnsupportedError, "n_shared_experts is 2"),
+        (NANO | {"norm_topk_prob": 1}, CheckpointError, "norm_topk_prob is 1"),
+        (NANO | {"routed_scaling_factor": 0}, CheckpointError, "routed_scaling_factor is 0"),
+        (NANO | {"num_experts_per_tok": 0}, CheckpointError, "6 experts and uses none"),
+        (NANO | {"moe_shared_expert_intermediate_size": 0}, CheckpointError, "moe_shared_expert_intermediate_size is 0"),
         ({"hybrid_override_pattern": "M-M*-M-x"}, UnsupportedError, "has 'x'; supported: M, mamba"),
         ({"layers_block_type": [["mamba"]] * 8}, UnsupportedError, "layers_block_type has"),
         ({"hybrid_override_pattern": "M-M*-M-"}, CheckpointError, "num_hidden_layers is 8; 7 layers are described"),

@@ -30,7 +30,8 @@ FAMILIES = (
     "qwen3_moe", "olmo2", "olmo3", "exaone4", "granite", "glm4", "ernie4_5", "cohere2", "hunyuan",
     "stablelm_parallel", "starcoder2", "gpt2", "bigcode", "neox", "lfm2", "gpt_oss",
     "gemma4", "gemma4_keys", "gemma4_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "granite_hybrid",
-    "granite_hybrid_moe", "falcon_h1", "falcon_h1_norm", "nemotron_h", "gemma2", "falcon_rw", "mpt", "bloom",
+    "granite_hybrid_moe", "falcon_h1", "falcon_h1_norm", "nemotron_h", "nemotron_h_experts", "gemma2", "falcon_rw",
+    "mpt", "bloom",
 )  # fmt: skip
 LENGTH = 70
 MAX_ERROR = 1e-2

@@ -30,7 +30,7 @@ from test_config import (
 from edgeq.format import codec, container, manifest, metadata, metadata_codec, quantization, records
 from edgeq.format.container import ModelFile
 from edgeq.format.records import MODES, LinearSpec
-from edgeq.network import activations, config, delta_net, pooling, rope, ssd, stack
+from edgeq.network import config, delta_net, mlp, pooling, rope, ssd, stack
 from edgeq.pictures import tower_positions
 
 ROOT = Path(__file__).parents[3]
@@ -133,11 +133,11 @@ def test_the_configuration_has_exactly_these_keys_and_defaults(kind: type, heade
 
 def test_every_kind_of_rope_and_of_mlp_is_named() -> None:
     text = section("Configuration")
-    assert set(rope.ROPE_KINDS) | set(activations.ACTIVATIONS) <= set(named(text))
+    assert set(rope.ROPE_KINDS) | set(mlp.ACTIVATIONS) <= set(named(text))
 
 
 def test_all_layers_and_arrays_that_a_configuration_implies_are_named_and_no_others() -> None:
-    shared = replace(EXPERTS, shared_expert_intermediate_size=48)
+    shared = replace(EXPERTS, shared_expert_intermediate_size=48, expert_scores="sigmoid")
     found: set[str] = set()
     convolutions = replace(PLAIN, conv_layers=(0,), conv_taps=3)
     embedded = replace(OPT, embedding_norm=True)
@@ -241,7 +241,7 @@ def test_limits_are_the_constants() -> None:
         "bytes of a name": metadata_codec.MAX_NAME,
         "bytes of `default_mode`": metadata_codec.MAX_MODE,
         "rows of the base of a transform": records.MAX_BASE,
-        "experts of all layers together": stack.MAX_EXPERTS,
+        "experts of all layers together": mlp.MAX_EXPERTS,
         "pixels of a patch, channels of joined patches": config.MAX_CHANNELS,
         "rows of learned positions of a tower": tower_positions.MAX_POSITIONS,
     }

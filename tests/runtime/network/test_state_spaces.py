@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgeq.converters.checkpoint.download import HubAccess
+from edgeq.converters.families.network import described, open_tensors
+from edgeq.converters.importers import open_source
+from edgeq.format.records import ArrayRef
 from edgeq.network.stack import Stack
 from edgeq.runtime import Model
 from edgeq.runtime.network import decoder, state_blocks
 from edgeq.runtime.network.block_parts import norm
-from edgeq.targets.family_operations import GatedNorm, SiluConv, SsdScan
-from edgeq.targets.graph import Activate, Operation
+from edgeq.targets.family_operations import GatedNorm, ScaleAdd, SiluConv, SsdScan
+from edgeq.targets.graph import Activate, Experts, Operation, Route
 from edgeq.targets.reference import states
+from edgeq.targets.reference.context import RunContext
 
 GRANITES = ("granite_hybrid", "granite_hybrid_moe")
 FAMILIES = (*GRANITES, "falcon_h1", "falcon_h1_norm", "falcon_h1_gate", "nemotron_h", "nemotron_h_biases")
+FAMILIES += ("nemotron_h_experts",)
 LENGTH = 150
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(2, 2048, LENGTH)]
 WEIGHTS = {"initializer_range": 0.05}
@@ -151,6 +157,60 @@ def test_another_choice_gives_other_distributions_of_nemotron_h(
         block = getattr(decoder, name)
         monkeypatch.setattr(decoder, name, lambda *args, block=block, **settings: map(change, block(*args, **settings)))
     assert divergence(expected("nemotron_h"), logits(path, "reference")) > WRONG
+
+
+EXPERT_CHOICES: dict[str, Callable[..., Any]] = {
+    "no bias": lambda op: replace(op, bias=replace(op.bias, dtype="zeros")) if isinstance(op, Route) else op,
+    "a softmax": lambda op: replace(op, bias=None) if isinstance(op, Route) else op,
+    "shares without their factor": lambda op: replace(op, factor=1.0) if isinstance(op, Route) else op,
+    "shares that are not divided": lambda op: replace(op, normalized=False) if isinstance(op, Route) else op,
+    "relu without its square": lambda op: replace(op, function="relu") if isinstance(op, Experts) else op,
+    "a shared expert of relu": lambda op: replace(op, function="relu") if isinstance(op, Activate) else op,
+    "no shared expert": lambda op: replace(op, factor=0.0) if isinstance(op, ScaleAdd) else op,
+}
+
+
+@pytest.mark.parametrize("wrong", EXPERT_CHOICES)
+def test_another_choice_gives_other_distributions_of_nemotron_3(
+    wrong: str, model_path: Callable[..., Path], expected: Callable[[str], Logits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, block = model_path("nemotron_h_experts", WEIGHTS, method="none", dtype="f32"), decoder.experts
+    array = RunContext.array
+
+    def arrays(self: RunContext, ref: ArrayRef) -> NDArray[np.float32]:
+        return np.zeros(ref.shape, np.float32) if ref.dtype == "zeros" else array(self, ref)
+
+    monkeypatch.setattr(RunContext, "array", arrays)
+    monkeypatch.setattr(decoder, "experts", lambda *args: map(EXPERT_CHOICES[wrong], block(*args)))
+    assert divergence(expected("nemotron_h_experts"), logits(path, "reference")) > WRONG
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_lie_apart_or_in_one_tensor_of_each_kind(
+    fused: bool, checkpoint: Callable[..., Path], model_path: Callable[..., Path], tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = checkpoint("nemotron_h_experts", dtype="float32", **WEIGHTS)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    if fused:
+        layers = sorted({name.partition("experts.0.")[0] for name in tensors if ".mixer.experts.0." in name})
+        assert len(layers) == 3
+        for layer in layers:
+            for part in ("up_proj", "down_proj"):
+                apart = [tensors.pop(f"{layer}experts.{expert}.{part}.weight") for expert in range(7)]
+                tensors[f"{layer}experts.{part}"] = np.stack(apart)
+        save_file(tensors, tmp_path / "model.safetensors")
+    opened = open_source(str(tmp_path), HubAccess())
+    family, _ = described(opened)
+    read = open_tensors(opened, family)
+    plain = load_file(folder / "model.safetensors")
+    for part in ("up", "down"):
+        found = read.whole(f"model.layers.1.mlp.experts.3.{part}_proj.weight")
+        wanted = plain[f"backbone.layers.1.mixer.experts.3.{part}_proj.weight"]
+        assert np.array_equal(found, wanted)
 
 
 def test_attention_of_nemotron_h_does_not_rotate(
