@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from edgeq.tools.commands.build import workloads
 from tests.checkpoints.vision import MODELS, build
 from tests.cuda.emulated import EmulatedDevice
 from tests.runtime.policy import cases, policy_checkpoint
+from tests.runtime.policy.test_requantized_expert import SETTINGS
 from tests.runtime.session.test_whole_prompts import ANSWER, WRONG, Case, logits_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures("needs_emulator", "needs_generator")]
@@ -38,12 +40,12 @@ def asked(model: Model) -> Prompt:
     return model.chat_prompt(QUESTION, images=[picture])
 
 
-def answers(path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[[Model], None]) -> None:
+def answers(path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[[Model], None], **options: Any) -> None:
     """`seen` of the reference and of the emulated device."""
     targets: tuple[Callable[[], object], ...] = (lambda: load("reference"), lambda: CudaTarget(EmulatedDevice()))
     for target in targets:
         monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(target(), []))  # type: ignore[arg-type]  # noqa: B023
-        with Model.load(path, context=256, mode="a16") as model:
+        with Model.load(path, context=256, mode="a16", **options) as model:
             seen(model)
 
 
@@ -111,5 +113,25 @@ def test_actions_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert {*of_state._kernels.loaded, *of_actions._kernels.loaded} <= set(packed)
 
     answers(path, monkeypatch, seen)
+    wanted, found = results
+    assert np.abs(found - wanted).max() < MAX_ERROR * wanted.std()
+
+
+def test_an_expert_is_requantized_for_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again for every call: nothing of another one is left."""
+    path, results = tmp_path / "m.edgeq", list[NDArray[np.float32]]()
+    policy_checkpoint.build(tmp_path / "checkpoint")
+    few = ConvertOptions(method="ttq", bits=4, group_size=32, rank=4)
+    convert(str(tmp_path / "checkpoint"), path, few, lambda *_: None)
+    case = cases.Case(tmp_path / "checkpoint", path)
+
+    def seen(model: Model) -> None:
+        made = [
+            model.act(case.pictures, "pick up", cases.STATE, noise=noise) for noise in (case.noise, -case.noise, case.noise)
+        ]
+        assert np.array_equal(made[0], made[2]) and not np.allclose(made[0], made[1])
+        results.append(made[0])
+
+    answers(path, monkeypatch, seen, requantization=SETTINGS)
     wanted, found = results
     assert np.abs(found - wanted).max() < MAX_ERROR * wanted.std()
