@@ -13,7 +13,7 @@ from edgeq.converters.importers import gguf_settings as settings
 from edgeq.converters.importers.gguf_families import alibi, encoders
 from edgeq.converters.importers.gguf_families import tensor_names as names
 from edgeq.converters.importers.gguf_families.falcon import SECOND_NORM, falcon
-from edgeq.converters.importers.gguf_families.nemotron_h import nemotron_h
+from edgeq.converters.importers.gguf_families.nemotron_h import nemotron_h, nemotron_h_moe
 from edgeq.converters.importers.gguf_keys import EMBEDDING, HEAD, NORM, GgufKeys, Keys, Settings
 from edgeq.converters.importers.gguf_tensors import GgufLayout, Tiles
 from edgeq.errors import CheckpointError, UnsupportedError
@@ -192,6 +192,14 @@ ARCHITECTURES = {
         "nemotron_h",
         names.NEMOTRON_H,
         nemotron_h,
+        ends={EMBEDDING: "model.embeddings.weight", NORM: "model.norm_f.weight", HEAD: names.ENDS[HEAD]},
+        layouts=decays,
+    ),
+    "nemotron_h_moe": Architecture(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        names.NEMOTRON_H | names.NEMOTRON_H_EXPERTS,
+        nemotron_h_moe,
         ends={EMBEDDING: "model.embeddings.weight", NORM: "model.norm_f.weight", HEAD: names.ENDS[HEAD]},
         layouts=decays,
     ),

@@ -154,6 +154,8 @@ def write_gguf(
     if config["model_type"] == "nemotron_h":
         config = nemotron_h_config(config)
     own, name = ARCHITECTURES[config["model_type"]]
+    if own == "nemotron_h" and config.get("num_experts"):
+        own, name = "nemotron_h_moe", "NEMOTRON_H_MOE"
     writer = gguf.GGUFWriter(path, own)
     keys = metadata(config, own)
     change(keys)

@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite_hybrid_moe": {},
     "nemotron_h": {},
     "nemotron_h_biases": {},
+    "nemotron_h_experts": {},
     "qwen3_next": {**ALIKE_HEADS, "norm_topk_prob": True},
     "qwen3_5": ALIKE_HEADS,
     "qwen3_5_moe": ALIKE_HEADS,
@@ -215,6 +216,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ),
     ("nemotron_h_biases", {"nemotron_h.ssm.inner_size": 100}, CheckpointError, "expected a multiple of the 8 heads"),
     ("nemotron_h_biases", {"nemotron_h.ssm.group_count": 3}, CheckpointError, "8 heads and 3 groups"),
+    (
+        "nemotron_h_experts",
+        {"nemotron_h_moe.expert_gating_func": 1},
+        UnsupportedError,
+        "expert_gating_func is 1; supported: 2",
+    ),
+    ("nemotron_h_experts", {"nemotron_h_moe.expert_group_count": 2}, UnsupportedError, "expert_group_count is 2; supported: 0"),
     ("ernie4_5", {"ernie4_5.expert_count": 64}, UnsupportedError, r"expert_count is 64; supported: 0"),
 ]
 

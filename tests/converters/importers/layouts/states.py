@@ -78,9 +78,12 @@ def nemotron_h_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """With the keys of other families with state spaces."""
     inner = config["mamba_num_heads"] * config["mamba_head_dim"]
     found = {**config, **{ours: config[theirs] for ours, theirs in NEMOTRON_H_KEYS.items()}, "mamba_d_ssm": inner}
-    # Of experts, which there are none of.
-    del found["moe_intermediate_size"]
-    return found | {"num_hidden_layers": len(found["layer_types"])}
+    found["num_hidden_layers"] = len(found["layer_types"])
+    if "moe" not in found["layer_types"]:
+        del found["moe_intermediate_size"]
+        return found
+    shared = config["moe_shared_expert_intermediate_size"]
+    return found | {"num_experts": config["n_routed_experts"], "shared_expert_intermediate_size": shared}
 
 
 def state_space_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
@@ -91,12 +94,16 @@ def state_space_metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "ssm.time_step_rank": config["mamba_n_heads"],
         "ssm.inner_size": config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"],
     }
-    if own in ("granitehybrid", "nemotron_h"):
+    if own in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
         attends = [each in ("attention", "full_attention") for each in config["layer_types"]]
         keys["attention.head_count_kv"] = [config["num_key_value_heads"] * each for each in attends]
-    if own == "nemotron_h":
+    if own in ("nemotron_h", "nemotron_h_moe"):
+        inside, size = ("mlp", "intermediate_size") if own == "nemotron_h" else ("moe", "moe_intermediate_size")
         keys["attention.layer_norm_epsilon"] = config["layer_norm_epsilon"]
-        keys["feed_forward_length"] = [config["intermediate_size"] * (each == "mlp") for each in config["layer_types"]]
+        keys["feed_forward_length"] = [config[size] * (each == inside) for each in config["layer_types"]]
+    if own == "nemotron_h_moe":
+        keys |= {"expert_shared_count": 1, "expert_group_count": 1, "expert_group_used_count": 1, "expert_gating_func": 2}
+        keys |= {"expert_weights_norm": config["norm_topk_prob"], "expert_weights_scale": config["routed_scaling_factor"]}
     if own == "granitehybrid":
         keys["rope.scaling.finetuned"] = config["position_embedding_type"] == "rope"
         shared = config["shared_intermediate_size"]
@@ -115,7 +122,9 @@ def state_space_tensors(config: Mapping[str, Any], name: str, values: Array) -> 
         values = (-np.exp(values) if part == "A_log" else values)[:, None]
     if part == "norm.weight" and name != part:
         values = values.reshape(config["mamba_n_groups"], -1)
-    return {name.replace("dt_bias", "dt_proj.bias"): values}
+    if ".mixer.experts." in name:
+        return {name.replace(".mixer.experts.", ".mlp.experts.").replace("backbone.", "model."): values}
+    return {name.replace("dt_bias", "dt_proj.bias").replace("correction_bias", "correction.bias"): values}
 
 
 def multiplied(config: Mapping[str, Any], name: str) -> np.float32 | Array:
