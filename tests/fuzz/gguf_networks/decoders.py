@@ -122,6 +122,32 @@ NETWORKS: dict[str, tuple[Entries, Entries]] = {
             norms("attn_norm") | matrices(2, ffn_up=[96, 64], ffn_down=[64, 96]),
         ),
     ),
+    "nemotron_h_moe": (
+        of(
+            "nemotron_h_moe",
+            block_count=3,
+            feed_forward_length=[0, 0, 32],
+            attention__head_count_kv=[0, 2, 0],
+            expert_count=2,
+            expert_used_count=1,
+            expert_shared_count=1,
+            expert_feed_forward_length=32,
+            expert_shared_feed_forward_length=64,
+            expert_gating_func=2,
+            expert_weights_norm=True,
+            expert_weights_scale=2.5,
+            **SPACE_KEYS,
+        ),
+        norms("output_norm")
+        | matrices(8, output=[len(WORDS), 64])
+        | layers(
+            norms("attn_norm") | MAMBA,
+            norms("attn_norm") | HEADS,
+            norms("attn_norm")
+            | {"ffn_gate_inp.weight": [0, [2, 64]], "exp_probs_b.bias": [0, [2]]}
+            | matrices(2, ffn_up_exps=[2, 32, 64], ffn_down_exps=[2, 64, 32], ffn_up_shexp=[64, 64], ffn_down_shexp=[64, 64]),
+        ),
+    ),
     "qwen35": (
         of("qwen35", **DELTA_KEYS, nextn_predict_layers=1, rope__dimension_sections=[2, 1, 1, 0]),
         norms("output_norm") | layers(*(QWEN_NORMS | MLP | each for each in (DELTA | APART, ATTENDING, ATTENDING | DRAFTS))),

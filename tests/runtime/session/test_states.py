@@ -100,6 +100,7 @@ def test_a_random_walk_gives_the_bits_of_a_plain_run(
                 ("granite_hybrid", "cpu", "a16"),
                 ("falcon_h1", "cpu", "a8"),
                 ("nemotron_h", "cpu", "a8"),
+                ("nemotron_h_experts", "cpu", "a8"),
             )
         ),
     ],
