@@ -117,6 +117,12 @@ def test_only_what_was_left_to_it_was_compiled_here() -> None:
     assert sorted({path.name for path in cache_folder().glob("*.o")} - before) == expected()["compiled"]
 
 
+def test_no_kernel_was_linked_by_llvm() -> None:
+    from edgeq.targets.cpu.jit import compile
+
+    assert not compile._kept
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import edgeq
