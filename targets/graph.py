@@ -213,7 +213,8 @@ class CacheWrite(Operation):
 class Attention(Operation):
     """out = softmax(q k^T * scale) v over the slots that the row sees.
 
-    span     -1, causal: slots 0 ... its own, with a `window` above 0 the last that many; else which kind of `Rows.spans`
+    span     -1, causal: slots 0 ... its own, with a `window` above 0 the last that many; else which kind of `Rows.spans`, and
+             the same in a run that has none
     cache    index of the layer in `Graph.cache`;  ahead: ranges of a span are causal, with this `window`, but of pictures
     sinks    array [heads]: scores whose shares go nowhere (gpt-oss);  cap: scores z become cap tanh(z / cap) (Gemma 2)
     slopes   of each head, or none: then slope * (slot of the key - the last that the row sees) is added to a score (ALiBi)
@@ -364,6 +365,12 @@ class Graph:
     def together(self) -> int:
         """Wanted rows of a run that make one row of the result."""
         return next((o.together for o in self.operations if isinstance(o, Select)), 1)
+
+    @cached_property
+    def span_windows(self) -> tuple[int, ...]:
+        """The window of the layers of each kind of `Rows.spans`, in a run that has none."""
+        found = {o.span: o.window for o in self.operations if isinstance(o, Attention)}
+        return tuple(found.get(kind, 0) for kind in range(1 + max(found, default=-1)))
 
     def readers(self, at: int, buffer: str) -> list[int]:
         """The operations from index `at` on that read anything of what `buffer` holds before `at`, in order.

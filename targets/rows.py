@@ -84,7 +84,7 @@ class Rows:
     vector_of   int32 [R]            row of `vectors`; -1: none.  None: no row brings one
     modality    uint8 [R]            TEXT or VISION; None: text
     spans       int32 [kinds, 2, R]  per kind of visible range the first slot that the row sees, and the one after the last;
-                                     a row sees at least one
+                                     a row sees at least one.  None: those up to its own, as Attention.window says
     counted     bool [R]             rows whose inputs are added to sums; None: all
     """
 
@@ -110,6 +110,13 @@ class Rows:
         found = object.__new__(Rows)
         found.__dict__ |= self.__dict__ | fields
         return found
+
+    def ranges(self, windows: Sequence[int]) -> NDArray[np.int32]:
+        """int32 [kinds, 2, R]: `spans`, or what rows see without them in layers of these windows, a kind for each."""
+        if self.spans is not None:
+            return self.spans[: len(windows)]
+        ends = self.slots + 1
+        return np.array([(np.maximum(ends - window, 0) if window else 0 * ends, ends) for window in windows], np.int32)
 
     def by_modality(self) -> Rows:
         """The same run with the rows that bring pictures first, else in the same order (arXiv 2502.00425)."""

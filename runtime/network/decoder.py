@@ -79,8 +79,10 @@ def decoder(metadata: Metadata, context: int = 0, *, all_rows: bool = False) -> 
             cache = 0 if config.bidirectional else cached.index(config.cache_layer(layer))
             ranges = config.ranges or config.picture_ranges
             span = ranges.index(config.window(layer)) if config.window(layer) in ranges else -1
-            ahead = config.whole_pictures and span >= 0
-            operations += attention_block(metadata, config, layer, context, cache=cache, span=span, ahead=ahead, select=last)
+            ahead, goes_on = config.whole_pictures and span >= 0, not config.bidirectional
+            operations += attention_block(
+                metadata, config, layer, context, cache=cache, span=span, ahead=ahead, goes_on=goes_on, select=last
+            )
         if config.blocks(layer)[1]:
             operations += mlp_block(metadata, config, layer)
         if config.hidden_size_per_layer_input:
@@ -226,11 +228,13 @@ def attention_block(
     cache: int,
     span: int = -1,
     ahead: bool = False,
+    goes_on: bool = False,
     select: bool = False,
 ) -> Iterator[Operation]:
     """x += o(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v = qkv(norm(x)); before o perhaps times sigmoid(gate).
 
     cache, span, ahead   as of Attention
+    goes_on              rows come after those that have ranges
     select               once keys and values are in the cache, no later layer asks for the other rows
 
     Where blocks are parallel, what the MLP reads of x is kept beside it.  Beside a state that has read norm(x), it is there.
@@ -271,7 +275,7 @@ def attention_block(
     if select:
         rows = ("row_context",) if config.hidden_size_per_layer_input else ()
         yield Select(layer, ("x", qkv, *((mlp_input(config, layer),) if config.parallel else ()), *rows))
-    scale, window = config.attention_scale(layer), config.window(layer) if span < 0 or ahead else 0
+    scale, window = config.attention_scale(layer), config.window(layer) if span < 0 or goes_on else 0
     sinks, cap = arrays.get(f"{p}sinks"), config.attn_logit_softcapping
     scores = scale, window, cache, span, sinks, cap, ahead, config.slopes(layer)
     yield Attention(layer, qkv, 0, attended, heads, kv_heads, head_dim, *scores)

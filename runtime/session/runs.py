@@ -271,7 +271,9 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
         pages=pages,
         wanted=np.array(wanted, np.int32),
     )
-    if (whole := session.whole) is not None:
+    whole = session.whole
+    # Rows that go on from a prompt have no ranges, so that a target may start them as those of any text.
+    if whole is not None and (not whole.goes_on or any(item.whole for item in items)):
         lengths = [len(item.tokens) for item in items]
         if whole.goes_on:
             parts = np.split(slots, np.cumsum(lengths)[:-1])
@@ -284,7 +286,7 @@ def _rows_of(items: Sequence[BatchItem]) -> Rows:
             raise InputError("this model sees a text in both directions: a session holds one, as one run; rewind it to 0")
         else:
             rows.spans, rows.positions = whole.spans(lengths), whole.positions(slots, [item.second for item in items], lengths)
-    if ranges := session.ranges:
+    if brings and (ranges := session.ranges):
         ends = slots + 1
         for item, start in zip(items, starts, strict=True):
             if item.vectors is not None:

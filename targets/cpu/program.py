@@ -24,7 +24,7 @@ from edgeq.targets.cpu.probes import decode_threads, prefetch_bytes, read_bandwi
 from edgeq.targets.cpu.requantized import CpuRequantizer, CpuWeights, prepare
 from edgeq.targets.cpu.threads.optable import Tables
 from edgeq.targets.cpu.threads.threadpool import ThreadPool
-from edgeq.targets.graph import Attention, Graph, InjectVectors, RopeRotate
+from edgeq.targets.graph import Graph, InjectVectors, RopeRotate
 from edgeq.targets.host import check_rows, resolved
 from edgeq.targets.host_states import HostStates
 from edgeq.targets.layers import integer_codecs, linears
@@ -81,18 +81,17 @@ class CpuProgram(HostStates):
         rows, logits = options.max_rows, options.max_logits
         axes = 1 + max((axis for o in graph.operations if isinstance(o, RopeRotate) for axis in o.axes), default=0)
         self._injects = any(isinstance(o, InjectVectors) for o in graph.operations)
-        kinds = 1 + max((o.span for o in graph.operations if isinstance(o, Attention)), default=-1)
         self._counts, counts = self._memory.array(2, np.int64)
         self._tokens, tokens = self._memory.array(rows, np.int32)
         self._positions, positions = self._memory.array((axes, rows), np.int32)
         self._slots, slots = self._memory.array(rows, np.int32)
         self._page_tables, page_tables = self._memory.array((2, rows), np.int64)
-        self._spans, spans = self._memory.array((kinds, 2, rows), np.int32)
+        self._spans, spans = self._memory.array((len(graph.span_windows), 2, rows), np.int32)
         self._vectors, vectors = self._memory.array(rows, np.int64)
         self._selection, selection = self._memory.array(logits * graph.together, np.int32)
         self._selected_slots, selected_slots = self._memory.array(logits, np.int32)
         self._selected_page_tables, selected_page_tables = self._memory.array((2, logits), np.int64)
-        self._selected_spans, selected_spans = self._memory.array((kinds, 2, logits), np.int32)
+        self._selected_spans, selected_spans = self._memory.array((len(graph.span_windows), 2, logits), np.int32)
         self._selected_vectors, selected_vectors = self._memory.array(logits, np.int64)
         self._modality, modality = self._memory.array(rows, np.uint8)
         self._selected_modality, selected_modality = self._memory.array(logits, np.uint8)
@@ -255,8 +254,7 @@ class CpuProgram(HostStates):
             tables = [each.__array_interface__["data"][0] for each in sessions]
             self._page_tables[windowed, :count] = tables[0] if len(tables) == 1 else np.array(tables)[rows.sessions]
         if len(self._spans):
-            assert rows.spans is not None
-            self._spans[:, :, :count] = rows.spans[: len(self._spans)]
+            self._spans[:, :, :count] = rows.ranges(self.graph.span_windows)
             self._selected_spans[:, :, :selected] = self._spans[:, :, first]
         self._modality[:count] = 0 if rows.modality is None else rows.modality
         self._selected_modality[:selected] = self._modality[first]

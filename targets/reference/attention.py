@@ -141,8 +141,7 @@ def rope_rotate(context: RunContext, op: RopeRotate, rows: Rows, state: State) -
 
 def visible_range(op: Attention, rows: Rows, row: int) -> tuple[int, int]:
     """The first slot that a row sees, and the one after the last."""
-    if op.span >= 0:
-        assert rows.spans is not None
+    if op.span >= 0 and rows.spans is not None:
         first, end = rows.spans[op.span, :, row].tolist()
         return first, end
     end = int(rows.slots[row]) + 1

@@ -136,6 +136,7 @@ def cache_write(lowering: Lowering, op: CacheWrite) -> Sequence[Launch]:
 
 def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
     kind = "causal" if op.span < 0 else f"span {op.span}"
+    # A row with a range sees no other slots; where a run has no ranges, they follow from the window (run/feed.py).
     window = op.window if op.span < 0 else 0
     stride = -(-op.head_dim // 32) * 32 + 32
     arguments = AttendArguments(
@@ -147,7 +148,7 @@ def attention(lowering: Lowering, op: Attention) -> Sequence[Launch]:
         out=lowering.buffer(op.out),
         heads=op.heads,
         window=window,
-        level=level_of(window),
+        level=level_of(op.window),
         has_sinks=int(op.sinks is not None),
         sinks=lowering.storage.floats(op.sinks) if op.sinks else 0,
         scale=op.scale,

@@ -6,6 +6,7 @@ Page tables stay on the device, as those of most tokens are those of the token b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,14 +28,16 @@ Draws = Sequence[Sequence[float]]
 NO_DRAW = (1.0, 1, 1.0, 0.0, 0.0)
 """The numbers of one that gives the largest."""
 OF_ROWS = ("tokens", "slots", "last of causal", "positions", "places", "tables")
-"""What differs between the rows of plain text, by its name in `Feed.of`."""
+"""What differs between the rows of plain text, by its name in `Feed.of`; so do both ends of a span."""
+OF_SPANS = re.compile(r"(first|last) of span \d+")
 Write = Callable[[int, NDArray[Any]], None]
 """Writes numbers to the device's memory of a block, so many bytes after where that begins."""
 
 
 def of_rows(name: object) -> str:
     """Which of OF_ROWS that is of a stage of a run; empty: none."""
-    return str(name[0]) if isinstance(name, tuple) and name[0] in OF_ROWS else ""
+    found = str(name[0]) if isinstance(name, tuple) else ""
+    return found if found in OF_ROWS or OF_SPANS.fullmatch(found) else ""
 
 
 def stage_of(name: object) -> int:
@@ -64,16 +67,18 @@ class SentBlock:
         kinds: Sequence[CacheKind],
         base: int,
         angles: AngleTables,
+        windows: Sequence[int],
         write: Write,
     ) -> None:
         """sent   of the first run: types and shapes, and the values of what is the same in all runs of plain text
         places   what differs between rows comes first, that of all rows before that of some
 
         rows    of the class;  results: of these, that have logits;  base: the address from which page tables and states count
+        windows   as `Graph.span_windows`
         write   a page table, which the recording does not copy
         """
         self.array, self._places, self._count, self._results = array, places, rows, results
-        self._base, self._angles, self._write = base, angles, write
+        self._base, self._angles, self._windows, self._write = base, angles, windows, write
         # The host brings rows of a table that stays in the file.
         self._plain = not any(isinstance(name, Gather) for name in places)
         views = {name: self._view(name, sent[name]) for name in places}
@@ -129,6 +134,9 @@ class SentBlock:
             "positions": positions + [0] * extra,
             "tables": [firsts[session] for session in sessions] + firsts[-1:] * extra,
         }
+        for kind, window in enumerate(self._windows):
+            lasts = values[f"last of span {kind}"] = values["last of causal"]
+            values[f"first of span {kind}"] = [max(last - window, 0) if window else 0 for last in lasts]
         if self._turned:
             values["places"] = self._angles.places_of_text(values["positions"])
         if self._names:

@@ -33,10 +33,11 @@ class Feed:
     """Arrays for the rows of a run, by the name of the memory that they go to.
 
     kinds    of layers of the cache, each with page tables of its own
-    angles   of rotary positions
+    angles   of rotary positions;  span_windows: as of Graph
     """
 
     def __init__(self, graph: Graph, file: ModelFile, storage: Storage, pages: Pages, options: Options) -> None:
+        self.span_windows = graph.span_windows
         self._graph, self._file, self._storage, self._pages = graph, file, storage, pages
         self.kinds, self.angles = cache_kinds(graph, options.kv), AngleTables(graph, storage, options.max_rows)
         for kind in self.kinds:
@@ -103,7 +104,7 @@ class Feed:
             "vectors": np.full(len(rows), -1) if rows.vector_of is None else np.where(
                 rows.vector_of < 0, -1, np.searchsorted(brought, rows.vector_of)),
         }  # fmt: skip
-        for kind, (first, last) in enumerate(() if rows.spans is None else rows.spans):
+        for kind, (first, last) in enumerate(rows.ranges(self.span_windows)):
             each |= {f"first of span {kind}": first, f"last of span {kind}": last}
         return {
             (name, "sent", stage): np.asarray(values, np.int32)

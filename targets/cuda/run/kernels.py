@@ -14,6 +14,7 @@ from edgeq.targets.cuda.lowering.largest import Chosen
 from edgeq.targets.cuda.run.requantized import CudaWeights
 from edgeq.targets.cuda.supply.pack import POINTER, Expression, Generated, Variant
 from edgeq.targets.cuda.supply.supply import KernelSource
+from edgeq.targets.graph import Attention
 from edgeq.targets.target import OnProgress
 
 
@@ -68,7 +69,10 @@ class ProgramKernels:
         if isinstance(made := launch.arguments, AttendArguments):
             blocks = head_blocks(made.heads, made.cache.kv_heads)
             places = self._device.multiprocessors * self.blocks_held(launch.variant)
-            scalars["parts"], scalars["taken"] = side_by_side(tokens, reach.parts, blocks, places, made.window)
+            # The operation's: where its rows have ranges, the kernel is told what they see of the window.
+            assert isinstance(launch.operation, Attention)
+            window = launch.operation.window
+            scalars["parts"], scalars["taken"] = side_by_side(tokens, reach.parts, blocks, places, window)
         scalars |= {name: weights.address(ref) for name, ref in launch.moved.items()} if weights else {}
         return _bound(kernel, scalars, moved)
 

@@ -93,7 +93,8 @@ class RecordedRuns:
         feed, base = self._feed, self._pages.base
         return SentBlock(
             array, places, sent,
-            rows=key.rows, results=key.results, kinds=feed.kinds, base=base, angles=feed.angles, write=write,
+            rows=key.rows, results=key.results, kinds=feed.kinds, base=base, angles=feed.angles,
+            windows=feed.span_windows, write=write,
         )  # fmt: skip
 
     def _steps(

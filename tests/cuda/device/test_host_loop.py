@@ -48,20 +48,31 @@ MOST_CALLS = {GREEDY: 160, SAMPLED: 220}
 TOKENS = 10
 
 
+def written(folder: Path, **fields: object) -> Path:
+    """Random weights; one layer of two sees 128 positions."""
+    config = replace(recognise(llama_config(SHAPES["tiny"]))[1], sliding_windows=(128, 0), **fields)  # type: ignore[arg-type]
+    write_random(folder / "random.edgeq", config, Codec("int", 4, 128))
+    return folder / "random.edgeq"
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights; one layer of two sees 128 positions."""
-    config = replace(recognise(llama_config(SHAPES["tiny"]))[1], sliding_windows=(128, 0))
-    found = tmp_path_factory.mktemp("host") / "random.edgeq"
-    write_random(found, config, Codec("int", 4, 128))
-    return found
+    return written(tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(scope="module")
+def both_ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokens of its prompts have ranges, those of its answers none."""
+    return written(tmp_path_factory.mktemp("host"), bidirectional_prompt=True)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("room", [1, 100])
-@pytest.mark.parametrize("context", [40, 1900])
+@pytest.mark.parametrize(
+    ("file", "room", "context"),
+    [("path", 1, 40), ("path", 100, 40), ("path", 1, 1900), ("path", 100, 1900), ("both_ways", 100, 900)],
+)
 def test_a_token_takes_few_calls_whatever_its_context(
-    path: Path, context: int, room: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    file: str, context: int, room: int, sampling: Sampling, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """room   1: no run is started ahead; else the GPU has the next run before the one before it has ended"""
     device = Nothing()
@@ -73,7 +84,7 @@ def test_a_token_takes_few_calls_whatever_its_context(
         calls += event in ("call", "c_call")
         idle += event in ("call", "c_call") and not device.started
 
-    with Model.load(path, target="cuda", mode="a16", context=2048) as model:
+    with Model.load(request.getfixturevalue(file), target="cuda", mode="a16", context=2048) as model:
         session = model.session()
         session.prefill([1] * context)
         stream, stepper = Stream(session, Sampler(sampling), [1] * (context + 1)), PlainStepper()
@@ -135,8 +146,11 @@ def runs(program: CudaProgram) -> Iterator[Rows]:
         yield Rows(tokens, slots[order][None], slots[order], of[order], pages, wanted)
 
 
-def test_what_is_written_in_place_is_what_the_general_way_sends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, options = ModelFile.open(path), Options("a8", max_rows=16, max_logits=16)
+@pytest.mark.parametrize("name", ["path", "both_ways"])
+def test_what_is_written_in_place_is_what_the_general_way_sends(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, options = ModelFile.open(request.getfixturevalue(name)), Options("a8", max_rows=16, max_logits=16)
     program = CudaProgram(Nothing(), decoder(file.metadata), file, options, kernel_source=plan.names_only)
     filled, every = compare(monkeypatch, program), list(runs(program))
     for rows in (*every, *every):

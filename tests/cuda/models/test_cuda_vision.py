@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.exhaustive, pytest.mark.usefixtures(
 
 MAX_ERROR = 1e-2
 """As a share of the largest logit of the reference, in a16; the towers keep their own mode."""
-
-
+RANGED = "averaged"
+"""Rows of its pictures see both ways, those of an answer do not."""
 QUESTION = [{"role": "user", "content": "What is it?"}]
 
 
@@ -40,13 +40,14 @@ def asked(model: Model) -> Prompt:
     return model.chat_prompt(QUESTION, images=[picture])
 
 
-def answers(path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[[Model], None], **options: Any) -> None:
-    """`seen` of the reference and of the emulated device."""
-    targets: tuple[Callable[[], object], ...] = (lambda: load("reference"), lambda: CudaTarget(EmulatedDevice()))
-    for target in targets:
-        monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(target(), []))  # type: ignore[arg-type]  # noqa: B023
+def answers(path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[[Model], None], **options: Any) -> EmulatedDevice:
+    """`seen` of the reference and of the emulated device, which is returned."""
+    device = EmulatedDevice()
+    for target in (load("reference"), CudaTarget(device)):
+        monkeypatch.setattr("edgeq.runtime.model.pick", lambda *_: TargetChoice(target, []))  # noqa: B023
         with Model.load(path, context=256, mode="a16", **options) as model:
             seen(model)
+    return device
 
 
 def is_near(name: str, wanted: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
@@ -59,14 +60,19 @@ def is_near(name: str, wanted: NDArray[np.float32], found: NDArray[np.float32]) 
 def test_a_prompt_with_a_picture(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, path = build(tmp_path / name, name), tmp_path / "m.edgeq"
     convert(str(source), path, ConvertOptions(method="rtn", bits=8, group_size=32), lambda *_: None)
-    results, blind = list[NDArray[np.float32]](), list[NDArray[np.float32]]()
+    results, answered, blind = list[NDArray[np.float32]](), list[NDArray[np.float32]](), list[NDArray[np.float32]]()
 
     def seen(model: Model) -> None:
-        results.append(model.session().prefill(asked(model)).copy())
+        session = model.session()
+        results.append(session.prefill(asked(model)).copy())
+        if name == RANGED:
+            answered.append(session.decode(7).copy())
         blind.append(model.session().prefill(model.chat_prompt(QUESTION)).copy())
 
-    answers(path, monkeypatch, seen)
+    device = answers(path, monkeypatch, seen)
     assert is_near(name, *results)
+    if answered:
+        assert is_near(f"{name}, an answer", *answered) and device.replays == 1
     assert not np.allclose(blind[1], results[1])
 
 
@@ -78,10 +84,14 @@ def test_a_prompt_whose_tokens_see_each_other_both_ways(tmp_path: Path, monkeypa
 
     def seen(model: Model) -> None:
         results.append(logits_of(model, prompt, ANSWER, (5, 1)))
-        texts.append(model.generate(prompt, max_tokens=12, ignore_eos=True).tokens)
+        generation = model.generate(prompt, max_tokens=12, ignore_eos=True)
+        assert generation.text()
+        texts.append(generation.tokens)
 
-    answers(path, monkeypatch, seen)
+    device = answers(path, monkeypatch, seen)
     assert is_near("paligemma2", *results) and texts[0] == texts[1]
+    # Every row of an answer but the last text's first token, which its prompt gives; the prompts are started launch by launch.
+    assert device.replays == 1 + len(ANSWER) - 5 + 11
     opened = ModelFile.open
 
     def other(path: Path) -> ModelFile:
