@@ -47,13 +47,16 @@ def source_digest() -> str:
 
 def versions() -> dict[str, str]:
     """The installed versions of the distributions that make kernels, the pinned ones of those that are missing."""
-    found = {}
-    for name, pinned in (GENERATOR | COMPILER).items():
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = pinned
-    return found
+    return {name: _installed(name) or pinned for name, pinned in (GENERATOR | COMPILER).items()}
+
+
+@cache
+def _installed(name: str) -> str | None:
+    # Every kernel that is looked for asks, and to read what is installed takes milliseconds.
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def other_versions() -> str | None:
