@@ -40,7 +40,7 @@ COUNTED: Mapping[str, Instructions] = {
 }
 """By nvdisasm in what NVRTC 12.6 makes of `matvec` for sm_87."""
 FUSED = Instructions(39, 28)
-"""For 512 weights of `fused_rows`, i4 g128 (tests/cuda/supply/test_machine_code.py)."""
+"""For 512 weights of `fused_rows`, i4 g128 (tests/cuda/supply/test_machine_code.py); counted once for sm_80 and sm_89 too."""
 
 
 def codecs_section() -> Iterator[str]:
@@ -55,7 +55,7 @@ a clock where nothing but instructions bounds it, {ISSUED} in a clock. To keep i
 clock: {needs}.
 Where a codec has fewer, a product for one token takes the ratio of the two longer than its bytes do. Fused products, which
 decode a token, issue fewer: {FUSED.a16} instructions in a16 and {FUSED.a8} in a8 for 512 weights of i4 g128, with what sums
-groups and asks for lines of L2.
+groups and asks for lines of L2; on sm_80 and sm_89 as many as on sm_87.
 
 | codec | bytes of 512 weights | instructions, a16 | a8 | bytes a clock, a16 | a8 | weights a clock, a16 | a8 |
 |---|---|---|---|---|---|---|---|"""

@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,9 @@ ONE_BY_ONE = ("llama-3.2-1b", "llama-3.1-8b")
 ATTENDING, ATTENDED, CONTEXTS = "llama-3.2-1b", ("jetson-agx-orin-64gb", "rtx-4090", "h200"), (64, 256, 512, 2048, 8192)
 """The shape, devices and positions of the table of attention."""
 
+FEW_TOKENS = 1024
+"""Tokens of a file of which only the launches of a layer are asked: the embedding and the head are most of a small one."""
+
 
 def config_of(name: str) -> ModelConfig:
     return recognise(llama_config(SHAPES[name]))[1]
@@ -108,11 +111,12 @@ def config_of(name: str) -> ModelConfig:
 
 @contextmanager
 def files(config: ModelConfig) -> Iterator[list[ModelFile]]:
-    """Files of this shape with one layer and with two, of random weights."""
+    """Files of this shape with one layer and with two, of random weights; the second has few tokens."""
+    two = replace(with_layers(config, 2), vocab_size=FEW_TOKENS)
     with tempfile.TemporaryDirectory(prefix="edgeq-") as folder:
         paths = [Path(folder) / f"{layers}.edgeq" for layers in (1, 2)]
-        for layers, path in enumerate(paths, 1):
-            write_random(path, with_layers(config, layers), CODEC)
+        for path, each in zip(paths, (with_layers(config, 1), two), strict=True):
+            write_random(path, each, CODEC)
         yield [ModelFile.open(path) for path in paths]
 
 
