@@ -4,8 +4,8 @@ SignRound (Cheng et al. 2023, arXiv 2309.05516, section 3) learns what is added 
 of a group's range its grid covers, on the output of a whole layer: each number moves by the learning rate against the sign of
 its gradient, and the rate falls linearly to 0.  Here the ranges alone are learned, from the grids and integers that GPTQ chose:
 a factor for the scale of every group.  The target is the output of the unquantized layer over the unquantized model's states,
-while the inputs come through the layers quantized before.  Offsets from GPTQ's integers are left out: they raised the loss
-(docs/quality.md).
+while the inputs come through the layers quantized before.  Of scales of four bits those of rows are learned, which they are
+shares of.  Offsets from GPTQ's integers are left out: they raised the loss (docs/quality.md).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from edgeq.converters.rounding.linears import Delivery, LinearItem
 from edgeq.converters.rounding.quantizer import Quantized, restored, split_groups
 from edgeq.converters.rounding.tuning_cost import ROWS, STEPS
 from edgeq.format.codec import Codec
+from edgeq.format.trellis import ring_indices
 
 RATE = 0.003
 """By which a factor moves in the first step."""
@@ -36,7 +38,8 @@ SHARE = 5
 class Tuned:
     """A linear module while its scales are learned.
 
-    quantized   its integers and the scales that were chosen;  factors float32 [rows, groups]: learned, on the device
+    quantized   its integers and the scales that were chosen
+    factors     float32 [rows, groups] on the device: learned; [rows, 1] of the scales of rows that four bits are shares of
     """
 
     module: nn.Linear
@@ -44,26 +47,44 @@ class Tuned:
     codec: Codec
     factors: Tensor
 
+    @classmethod
+    def of(cls, module: nn.Linear, quantized: Quantized, codec: Codec) -> Tuned:
+        """With factors of 1."""
+        learned = quantized.scale if quantized.super_scale is None else quantized.super_scale
+        factors = torch.ones(learned.shape, device=module.weight.device).requires_grad_()
+        return cls(module, quantized, codec, factors)
+
     def result(self) -> Quantized:
         """The integers with the scales as they will be stored."""
-        return replace(self.quantized, scale=(self.quantized.scale.float() * self.factors.detach().cpu()).half())
+        q, factors = self.quantized, self.factors.detach().cpu()
+        if q.super_scale is not None:
+            return replace(q, super_scale=(q.super_scale.float() * factors).half())
+        return replace(q, scale=(q.scale.float() * factors).half())
+
+    @cached_property
+    def entries(self) -> Tensor | None:
+        """What the indices of a table stand for, int8 [rows, columns] on the device."""
+        q = self.quantized
+        if q.table is None:
+            return None
+        indices = torch.from_numpy(ring_indices(q.q.numpy(), self.codec.bits)) if self.codec.coupled else q.q
+        return q.table.gather(1, indices.long()).to(self.factors.device)
 
     def centered(self) -> list[Tensor]:
         """Integers less zero points, or entries of a table: float32 [rows, groups, group size] of each span of groups of one
         size."""
         q, device = self.quantized, self.factors.device
-        zero = torch.full_like(self.factors, self.codec.constant_zero) if q.zero is None else q.zero.float().to(device)
-        if q.table is not None:
-            entries = q.table.gather(1, q.q.long())
-            return split_groups(entries.to(device).float(), self.codec)
+        if self.entries is not None:
+            return split_groups(self.entries.float(), self.codec)
+        zero = torch.full(q.scale.shape, self.codec.constant_zero) if q.zero is None else q.zero.float()
         parts, at = split_groups(q.q.to(device).float(), self.codec), 0
         for part in parts:
-            part.sub_(zero[:, at : at + part.shape[1], None])
+            part.sub_(zero[:, at : at + part.shape[1], None].to(device))
             at += part.shape[1]
         return parts
 
     def scale(self) -> Tensor:
-        return self.quantized.scale.float().to(self.factors.device)
+        return self.quantized.scales.to(self.factors.device)
 
 
 class _Product(torch.autograd.Function):
@@ -82,7 +103,7 @@ class _Product(torch.autograd.Function):
         of_x = y @ _weight(parts, scale * tuned.factors)
         of_weight = split_groups(y.flatten(0, -2).T @ x.flatten(0, -2), tuned.codec)
         sums = [part.mul_(of).sum(-1) for part, of in zip(parts, of_weight, strict=True)]
-        return of_x, torch.cat(sums, 1) * scale, None
+        return of_x, (torch.cat(sums, 1) * scale).sum_to_size(tuned.factors.shape), None
 
 
 def _weight(centered: Sequence[Tensor], scale: Tensor) -> Tensor:
@@ -128,9 +149,7 @@ def _parts(block: Block, item: LinearItem, delivery: Delivery) -> list[Tuned]:
     (joined,), found, top = delivery.quantized, list[Tuned](), 0
     for module in block.modules(item):
         rows = slice(top, top + module.out_features)
-        mine = Quantized(joined.q[rows], joined.scale[rows], None if joined.zero is None else joined.zero[rows])
-        factors = torch.ones(mine.scale.shape, device=module.weight.device).requires_grad_()
-        found.append(Tuned(module, mine, item.recipe.codec, factors))
+        found.append(Tuned.of(module, joined.rows(rows), item.recipe.codec))
         top = rows.stop
     return found
 

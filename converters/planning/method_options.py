@@ -96,11 +96,8 @@ def check_method_options(options: ConvertOptions) -> None:
         raise InputError(f"--table has at most 16 entries: {options.bits} bits are not supported; choose 2, 3 or 4")
     if options.trellis:
         _check_trellis(options)
-    planned = [name for name in (options.allocation or {}).values() if name.endswith(" s4")]
-    if planned and options.tune:
-        raise InputError(f"--tune learns scales of 16 bits; the plan has {planned[0]}: leave --tune out")
     if options.scale_bits == 4:
-        checks = {"--half": not options.half, "groups": options.group_size == 0, "no --tune": options.tune}
+        checks = {"--half": not options.half, "groups": options.group_size == 0}
         if wrong := [needed for needed, lacking in checks.items() if lacking]:
             raise InputError(f"--scale-bits 4 needs {wrong[0]}: its scales are shares of the largest of a row, on a half grid")
     widths = WIDTHS.get(options.method, BITS)
@@ -129,6 +126,5 @@ def _check_trellis(options: ConvertOptions) -> None:
         raise InputError(f"--trellis stores 2 or 3 bits, {given}: give --bits 2 or --bits 3")
     if options.scale_bits is not None:
         raise InputError("--trellis has scales of 4 bits whatever else is given: leave --scale-bits out")
-    if options.group_size == 0 or options.tune:
-        lacking = "no --tune" if options.tune else "groups"
-        raise InputError(f"--trellis needs {lacking}: its scales are shares of the largest of a row, of 4 bits each")
+    if options.group_size == 0:
+        raise InputError("--trellis needs groups: its scales are shares of the largest of a row, of 4 bits each")

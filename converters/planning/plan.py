@@ -114,8 +114,7 @@ class ConversionPlan:
         budget = self.options.budget
         if budget is None:
             return Menu()
-        # Scales of four bits are not learned.
-        return Menu(budget.half_grids, budget.trellises and not self.options.tune, fast=budget.unit == "seconds")
+        return Menu(budget.half_grids, budget.trellises, fast=budget.unit == "seconds")
 
     @property
     def model(self) -> Tensors:

@@ -15,7 +15,7 @@ from edgeq.converters.calibration.torch_decoder import DecoderLayer
 from edgeq.converters.methods.tuning import Tuned, installed
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.converters.rounding.linears import LinearItem
-from edgeq.converters.rounding.quantizer import Quantized
+from edgeq.converters.rounding.quantizer import Quantized, levels_of
 from edgeq.converters.rounding.tuning_cost import FORWARDS, ROWS, STEPS
 from edgeq.format.codec import Codec
 
@@ -87,6 +87,13 @@ def _codec(plan: ConversionPlan) -> Codec:
 def _part(module: nn.Linear, codec: Codec) -> Tuned:
     rows, columns = module.weight.shape
     shape = rows, codec.groups(columns)
-    zero = None if codec.symmetric else torch.zeros(shape, dtype=torch.uint8)
-    quantized = Quantized(torch.zeros(rows, columns, dtype=torch.uint8), torch.ones(shape, dtype=torch.float16), zero)
-    return Tuned(module, quantized, codec, torch.ones(shape, device=module.weight.device).requires_grad_())
+    whole, codes = torch.ones(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.uint8)
+    scales = {"scale": codes, "super_scale": whole[:, :1]} if codec.coded else {"scale": whole}
+    levels = levels_of(codec)
+    quantized = Quantized(
+        torch.zeros(rows, columns, dtype=torch.uint8),
+        **scales,
+        zero=None if codec.symmetric else codes,
+        table=None if levels is None else levels.to(torch.int8).repeat(rows, 1),
+    )
+    return Tuned.of(module, quantized, codec)

@@ -45,8 +45,6 @@ def allocate(
     """
     budget = plan.options.budget
     assert budget is not None
-    if budget.trellises and not plan.menu.trellises:
-        warn("t1, t2 and t3 are left out: --tune learns scales of 16 bits, and theirs have 4")
     if budget.unit == SECONDS:
         if here is None:
             raise InputError(

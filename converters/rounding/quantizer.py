@@ -83,6 +83,13 @@ class Quantized:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @property
+    def scales(self) -> Tensor:
+        """Scale of every group, float32 [rows, groups]."""
+        if self.super_scale is None:
+            return self.scale.float()
+        return scale_levels(self.scale)[self.scale.long()] * self.super_scale.float()
+
+    @property
     def arrays(self) -> StoredArrays:
         """The same by the names of `Codec.parts`."""
         return {name: tensor.numpy() for name, tensor in self._tensors.items()}
@@ -180,9 +187,7 @@ def restored(quantized: Quantized, codec: Codec) -> Tensor:
     """What is read back of stored integers, float32 [rows, columns]."""
     if codec.coupled:
         return torch.from_numpy(dequantized(codec, quantized.q.shape[1], quantized.arrays))
-    scale = quantized.scale.float()
-    if quantized.super_scale is not None:
-        scale = scale_levels(scale)[quantized.scale.long()] * quantized.super_scale.float()
+    scale = quantized.scales
     zero = torch.full_like(scale, codec.constant_zero) if quantized.zero is None else quantized.zero.float()
     parts = split_groups(quantized.q.float(), codec)
     ends = [0, *accumulate(part.shape[1] for part in parts)]

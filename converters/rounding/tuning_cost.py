@@ -12,5 +12,6 @@ BATCHES = 4
 
 
 def tuning_bytes(layer: int, largest: int, batch: int) -> int:
-    """Memory beside a layer in float32, of `layer` bytes, its `largest` matrix and a `batch`: integers, matrices, gradients."""
-    return layer // 4 + MATRICES * largest + BATCHES * batch
+    """Memory beside a layer in float32, of `layer` bytes, its `largest` matrix and a `batch`: integers, entries of tables that
+    they stand for, matrices, gradients."""
+    return layer // 2 + MATRICES * largest + BATCHES * batch

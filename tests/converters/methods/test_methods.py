@@ -240,17 +240,11 @@ def test_the_searched_range_never_loses_more_than_the_whole_one(codec: Codec) ->
         ({"trellis": True, "bits": 2, "symmetric": True}, r"give it, --table, --half or --sym/--asym"),
         ({"trellis": True, "bits": 2, "scale_bits": 4}, r"--trellis has scales of 4 bits whatever else is given"),
         ({"trellis": True, "bits": 2, "group_size": 0}, r"--trellis needs groups"),
-        ({"method": "gptq", "trellis": True, "bits": 2, "tune": True}, r"--trellis needs no --tune"),
         (
             {"method": "ttq", "trellis": True, "bits": 2},
             r"--trellis goes with --method rtn, awq, gptq, awq\+gptq; --method ttq",
         ),
         ({"half": True, "scale_bits": 4, "group_size": 0}, r"--scale-bits 4 needs groups"),
-        ({"method": "gptq", "half": True, "scale_bits": 4, "tune": True}, r"--scale-bits 4 needs no --tune"),
-        (
-            {"method": "gptq", "tune": True, "allocation": {"head": "i2 g32 half s4"}},
-            r"the plan has i2 g32 half s4: leave --tune",
-        ),
         ({"half": True, "scale_bits": 8}, r"--scale-bits 8: not supported; choose 4, 16"),
         ({"activation_bits": 5}, r"5 bits of activations: not supported; choose 4, 6, 8, 16"),
         ({"kv_bits": 5}, r"a cache of 5 bits: not supported; choose 3, 4, 8, 16"),

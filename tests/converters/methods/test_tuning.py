@@ -43,56 +43,62 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "STEPS", 12)
 
 
-@pytest.mark.parametrize(
-    "codec", [Codec("int", 3, 32, symmetric=False), Codec("int", 4, 64)], ids=lambda codec: str(codec.name)
-)
-def test_gradients_are_those_of_the_weights_written_out(codec: Codec) -> None:
+@pytest.mark.parametrize("name", ["i3 g32 zero", "i4 g64", "n3 g32", "i2 g32 half s4", "t2 g32 s4"])
+def test_gradients_are_those_of_the_weights_written_out(name: str) -> None:
+    codec = Codec.named(name)
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator) for shape in ((6, 80), (2, 5, 80)))
-    factors = (1 + 0.1 * torch.randn(6, codec.groups(80), generator=generator)).requires_grad_()
-    part = tuning.Tuned(nn.Linear(80, 6), quantize(weight, codec, "w"), codec, factors)
+    part = tuning.Tuned.of(nn.Linear(80, 6), quantize(weight, codec, "w"), codec)
+    factors = part.factors
+    factors.data.add_(0.1 * torch.randn(factors.shape, generator=generator))
     ours = x.clone().requires_grad_()
     tuning._Product.apply(ours, factors, part).square().sum().backward()
     mine, of_factors = ours.grad, factors.grad
     factors.grad, theirs = None, x.clone().requires_grad_()
-    widths = [min(codec.group_size, 80 - start) for start in range(0, 80, codec.group_size)]
+    widths = [80] if codec.coded else [min(codec.group_size, 80 - start) for start in range(0, 80, codec.group_size)]
     spread = factors.repeat_interleave(torch.tensor(widths), 1)
     functional.linear(theirs, restored(part.quantized, codec) * spread).square().sum().backward()
     # Processors add in other orders: 2e-5 apart on one.
     torch.testing.assert_close(mine, theirs.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(of_factors, factors.grad, rtol=1e-4, atol=1e-4)
-    assert torch.equal(part.result().q, part.quantized.q) and part.result().scale.dtype == torch.float16
+    found = part.result()
+    assert torch.equal(found.q, part.quantized.q)
+    learned = found.scale if found.super_scale is None else found.super_scale
+    assert learned.dtype == torch.float16 and (learned is found.scale or torch.equal(found.scale, part.quantized.scale))
+    torch.testing.assert_close(restored(found, codec), restored(part.quantized, codec) * spread.detach(), rtol=1e-3, atol=1e-6)
 
 
-def arrays(file: ModelFile, name: str) -> tuple[Any, Any, Any]:
+def arrays(file: ModelFile, name: str) -> dict[str, Any]:
     (weight,) = file.metadata.linears[name].weights
-    q, scale, zero = (np.asarray(file.array(weight.arrays[name])) for name in ("q", "scale", "zero"))
-    return q, scale, zero
+    return {part: np.asarray(file.array(array)) for part, array in weight.arrays.items()}
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize(
+    ("codec", "learned"), [({}, "scale"), ({"trellis": True}, "super_scale")], ids=["zero points", "trellis"]
+)
 def test_scales_alone_change_and_the_layer_comes_closer(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: dict[str, Any], learned: str
 ) -> None:
-    folder, losses = str(checkpoint("llama_gqa")), list[float]()
+    folder, losses, small = str(checkpoint("llama_gqa")), list[float](), SMALL | codec
     loss = tuning._loss
     monkeypatch.setattr(tuning, "_loss", lambda *arguments: losses.append(loss(*arguments)) or losses[-1])
     plain, tuned = (
-        convert(folder, tmp_path / f"{tune}.edgeq", ConvertOptions(tune=tune, **SMALL), silent) for tune in (None, True)
+        convert(folder, tmp_path / f"{tune}.edgeq", ConvertOptions(tune=tune, **small), silent) for tune in (None, True)
     )
     assert len(losses) == 4 and losses[1] < losses[0] and losses[3] < losses[2]
     # The inputs of the first linear layer are the same in both files.
-    (q, scale, zero), (q_tuned, scale_tuned, zero_tuned) = (arrays(file, "layers.0.qkv") for file in (plain, tuned))
-    assert np.array_equal(q, q_tuned) and np.array_equal(zero, zero_tuned) and not np.array_equal(scale, scale_tuned)
+    before, after = (arrays(file, "layers.0.qkv") for file in (plain, tuned))
+    assert {name for name, array in before.items() if not np.array_equal(array, after[name])} == {learned}
     assert tuned.metadata.provenance["options"] == plain.metadata.provenance["options"] | {"tune": True}  # type: ignore[operator]
     # Where it does not help nothing changes.
     monkeypatch.setattr(tuning, "RATE", 0.5)
-    refused = convert(folder, tmp_path / "same.edgeq", ConvertOptions(tune=True, **SMALL), silent)
+    refused = convert(folder, tmp_path / "same.edgeq", ConvertOptions(tune=True, **small), silent)
     assert all(
-        np.array_equal(a, b)
+        np.array_equal(array, arrays(refused, name)[part])
         for name in plain.metadata.linears
         if name.startswith("layers.0")
-        for a, b in zip(arrays(plain, name), arrays(refused, name), strict=True)
+        for part, array in arrays(plain, name).items()
     )
 
 

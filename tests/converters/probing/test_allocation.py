@@ -539,16 +539,6 @@ def test_a_budget_near_two_bits_takes_half_grids(folder: Path, tmp_path: Path) -
     assert rings.point.kl < found.point.kl and "trellis" in {codec.kind for codec in rings.point.codecs.values()}
 
 
-def test_scales_that_are_learned_leave_trellises_out_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Probe, "run", measured_by_bits)
-    lines, kinds = list[str](), dict[bool, set[str]]()
-    for tune in (False, True):
-        plan = preflight(str(folder), replace(SMALL, budget=Budget("bits", 2.4), tune=tune or None))
-        kinds[tune] = {codec.kind for codec in allocate(plan, silent, lines.append).point.codecs.values()}
-    assert "trellis" in kinds[False] and kinds[True] == {"int", "half"}
-    assert len(lines) == 1 and lines[0].startswith("t1, t2 and t3 are left out: --tune")
-
-
 def test_bytes_leave_out_what_a_trellis_beats_and_time_leaves_out_nothing(folder: Path) -> None:
     def names(budget: Budget) -> set[str]:
         return {codec.name for part in plan_of(folder, budget).parts() for codec in part.candidates() if codec.group_size == 64}
