@@ -4,7 +4,8 @@ With --signs a model that sees is also asked about pictures of signs (signs.py).
 `edgeq convert SRC -o OUT` on the command line; a list in braces stands for each of its items, so
 `--method {rtn,awq} --bits {2,3}` are four recipes.  Each is converted and compared with SRC in processes of their own, several
 at a time.  Results are kept in WORK, one file each, and are not computed again.  With `--llama-cpp` the types of llama.cpp are
-rows of the same table (edgeq.tools.lab.llama_cpp_types), and `--plot` draws the loss over the bytes that a token reads.
+rows of the same table (edgeq.tools.lab.llama_cpp_types).  `--plot` draws the loss over the bytes that a token reads, and
+`--points` keeps what is drawn, for a chart of several models (kl_chart.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from edgeq.format.container import ModelFile
 from edgeq.system.whole_file import write_whole
 from edgeq.tools.cli.entry import Command
 from edgeq.tools.cli.terminal import note, progress
+from edgeq.tools.lab.kl_chart import UNIT, write
 from edgeq.tools.lab.llama_cpp_types import missing
 from edgeq.tools.lab.signs import write as write_signs
 from edgeq.tools.measure.report import bits_per_weight, in_decoder
@@ -228,14 +230,14 @@ def order(rows: Sequence[Json], text: str) -> list[Json]:
 
 
 def points(rows: Sequence[Json], text: str) -> list[QualityPoint]:
-    """Series by method; files made for a budget are one, those of llama.cpp another."""
+    """Series by method; files made for a budget are one, with the bits of their layers, those of llama.cpp another."""
     found = []
     for row in rows:
         words = row["recipe"].split()
-        method = words[words.index("--method") + 1] if "--method" in words else "rtn"
+        method, label = words[words.index("--method") + 1] if "--method" in words else "rtn", ""
         if any(word in BUDGETS for word in words):
-            method = "budget"
-        series, label = ("llama.cpp", words[1]) if words[0] == "llama.cpp" else (f"edgeq {method}", "")
+            method, label = "budget", f"{row['bits_per_weight']:.2f}"
+        series, label = ("llama.cpp", words[1]) if words[0] == "llama.cpp" else (f"edgeq {method}", label)
         found.append(QualityPoint(series, label, row["read_bytes"] / 1e6, row["texts"][text]["files"][0]["kl_mean"]))
     return found
 
@@ -318,6 +320,9 @@ def sign_table(result: Json) -> list[str]:
 @click.option("-j", "--jobs", type=click.IntRange(1), default=1, show_default=True, help="Conversions or comparisons at once.")
 @click.option("--llama-cpp", metavar="TYPE,...", help="Types of llama.cpp as further rows, such as Q4_K_M,IQ2_M-folded.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a chart (SVG) of the KL over bytes read.")
+@click.option(
+    "--points", "kept", type=click.Path(path_type=Path), metavar="FILE", help="Write the points of that chart (JSON)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of markdown.")
 @click.pass_context
 def main(
@@ -330,6 +335,7 @@ def main(
     texts: tuple[str, ...],
     llama_cpp: str | None,
     plot: Path | None,
+    kept: Path | None,
     as_json: bool,
     **options: int,
 ) -> None:
@@ -341,9 +347,11 @@ def main(
     if options["signs"] and ctx.get_parameter_source("texts") is click.core.ParameterSource.DEFAULT:
         texts = ()
     result = measure(source, work, recipes, texts=texts, llama_cpp=kinds, **options)
+    panels = {f"KL divergence from {Path(source).name}: {text}": points(result["rows"], text) for text in texts}
     if plot is not None:
-        panels = {f"KL divergence from the source: {text}": points(result["rows"], text) for text in texts}
-        plot.write_text(chart(panels, "nats per token"), encoding="utf-8")
+        plot.write_text(chart(panels, UNIT), encoding="utf-8")
+    if kept is not None:
+        write(kept, panels)
     click.echo(json.dumps(result, indent=1) if as_json else table(result))
     note(f"files and results are kept in {work}")
 

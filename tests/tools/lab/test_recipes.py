@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from edgeq.errors import InputError
-from edgeq.tools.lab import quality
+from edgeq.tools.lab import kl_chart, quality
 from edgeq.tools.lab.plant_outliers import Kinds, plant
+from edgeq.tools.quality.chart import chart
 
 TINY = Path(__file__).resolve().parents[3] / "models" / "tiny-llama"
 
@@ -93,8 +94,20 @@ def test_a_recipe_that_cannot_be_converted_says_why(tmp_path: Path) -> None:
         quality.measure(str(TINY), tmp_path, ["--bits 9"], texts=["code"], window=64, limit=512, jobs=1)
 
 
-def test_the_chart_tells_methods_budgets_and_llama_cpp_apart() -> None:
+def test_the_chart_tells_methods_budgets_and_llama_cpp_apart(tmp_path: Path) -> None:
     recipes = ("--method gptq --bits 4", "--bits 4", "--read 2.4MB", "llama.cpp Q2_K")
-    rows = [{"recipe": recipe, "read_bytes": 2e6, "texts": {"code": {"files": [{"kl_mean": 0.01}]}}} for recipe in recipes]
-    found = [(point.series, point.label) for point in quality.points(rows, "code")]
-    assert found == [("edgeq gptq", ""), ("edgeq rtn", ""), ("edgeq budget", ""), ("llama.cpp", "Q2_K")]
+    about = {"read_bytes": 2e6, "bits_per_weight": 3.456, "texts": {"code": {"files": [{"kl_mean": 0.01}]}}}
+    found = quality.points([about | {"recipe": recipe} for recipe in recipes], "code")
+    wanted = [("edgeq gptq", ""), ("edgeq rtn", ""), ("edgeq budget", "3.46"), ("llama.cpp", "Q2_K")]
+    assert [(point.series, point.label) for point in found] == wanted
+    # What is kept of it is the same chart.
+    kl_chart.write(tmp_path / "points.json", {'a "title"': found, "none": []})
+    assert kl_chart.read(tmp_path / "points.json") == {'a "title"': found, "none": []}
+    (tmp_path / "points.json").write_text('{"code": [{"bits": 3}]}')
+    with pytest.raises(InputError, match=r"points\.json: not the points of charts"):
+        kl_chart.read(tmp_path / "points.json")
+
+
+def test_the_published_chart_is_that_of_the_points_beside_it() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    assert chart(kl_chart.read(docs / "kl.json"), kl_chart.UNIT) == (docs / "kl.svg").read_text(encoding="utf-8")
