@@ -56,6 +56,7 @@ def convert(
     allocation: Mapping[str, str] | None = None,
     pooling: Literal["last", "mean", "cls"] | None = None,
     rerank: Literal["qwen3"] | None = None,
+    draft_head: int | None = None,
     merge_lora: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     mmproj: str | os.PathLike[str] | None = None,
@@ -85,6 +86,7 @@ def convert(
     calibration   a UTF-8 text file, "built-in", or a folder with pictures and samples.jsonl
     pooling       how a text becomes a vector, where the checkpoint of an embedding model does not say that itself
     rerank        "qwen3": a decoder that ranks documents, which it reads in the prompt of Qwen3-Reranker
+    draft_head    tokens that a layer which drafts proposes, or 0: all of the vocabulary
     merge_lora    the folder of a LoRA adapter, which is added to the weights first
     tokenizer     the folder of a tokenizer.json in place of the one that a GGUF file describes
     mmproj        the GGUF file of the vision tower, where `source` is a GGUF file
@@ -129,6 +131,7 @@ def convert(
         allocation=allocation,
         pooling=pooling,
         rerank=rerank,
+        draft_head=draft_head,
         merge_lora=None if merge_lora is None else Path(merge_lora),
         tokenizer=None if tokenizer is None else Path(tokenizer),
         mmproj=None if mmproj is None else Path(mmproj),

@@ -25,7 +25,7 @@ from edgeq.runtime.generation import Generation
 from edgeq.runtime.load_options import MAX_LOGITS, LoadArguments
 from edgeq.runtime.network.adapted import adapted, opened
 from edgeq.runtime.network.compiled import DraftLayer, compiled
-from edgeq.runtime.network.draft_layer import no_layer
+from edgeq.runtime.network.draft_layer import drafted_logits, no_layer
 from edgeq.runtime.network.embedding import check_continues
 from edgeq.runtime.network.pictures import ImageSource, Pictures, check_image_tokens
 from edgeq.runtime.network.policy import Policy
@@ -293,7 +293,7 @@ class Model(TextReader):
         session = Session(
             self.program, self.config.vocab_size, self.context, self._lock, prefill_rate=self.prefill_rate, origin=self._origin,
             requantizer=requantizer, registry=self._sessions, pictures=self.pictures, whole=WholeTexts.of(self.config),
-            drafting=self.drafting,
+            drafting=partial(drafted_logits, self.drafting, self.config) if self.drafting else None,
         )  # fmt: skip
         session.row_order = self._row_order
         return session

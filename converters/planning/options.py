@@ -11,14 +11,15 @@ from edgeq.converters.budget.budget import Budget
 from edgeq.errors import InputError
 from edgeq.format.codec import GROUP_SIZES
 from edgeq.network.pooling import POOLINGS
+from edgeq.network.stack import MAX_SIZES
 
 HeadBits = Literal[4, 6, 8, 16]
 HEADS: tuple[HeadBits, ...] = (4, 6, 8, 16)
 NOT_RECORDED = ("open_method", "calibration", "merge_lora", "tokenizer", "mmproj", "device", "restart", "force", "token",
                 "offline")  # fmt: skip
 """Options that are not written to the file: the provenance has the calibration text's digest instead of its path."""
-EVERY_METHOD = ("method", "open_method", "pooling", "rerank", "merge_lora", "tokenizer", "mmproj", "device", "revision",
-                "restart", "force", "token", "offline")  # fmt: skip
+EVERY_METHOD = ("method", "open_method", "pooling", "rerank", "draft_head", "merge_lora", "tokenizer", "mmproj", "device",
+                "revision", "restart", "force", "token", "offline")  # fmt: skip
 """Options that do not depend on the method."""
 ONE_CODEC = ("bits", "group_size", "symmetric", "half", "table", "trellis", "scale_bits", "head")
 """Options that give all decoder layers one codec, and the head one: an allocation or a budget takes their place."""
@@ -56,6 +57,7 @@ RANGES: dict[str, tuple[str, float, float]] = {
     "rank": ("--rank", 0, MAX_RANK),
     "alpha": ("--alpha", 0, 1),
     "high_fraction": ("--high-fraction", 0, 0.5),
+    "draft_head": ("--draft-head", 0, MAX_SIZES["vocab_size"]),
     "calibration_rows": ("--calibration-rows", 1, 4096),
     "calibration_length": ("--calibration-length", 16, 16384),
 }
@@ -104,6 +106,8 @@ class ConvertOptions:
     allocation        part (edgeq.converters.budget.parts) -> name of its codec, instead of one codec for all
     pooling           "last", "mean" or "cls": the checkpoint embeds texts so, where it does not say that itself
     rerank            "qwen3": the checkpoint is a decoder that ranks documents, which it reads in this model's prompt
+    draft_head        tokens that a layer which drafts proposes, those that texts have most, or 0: all; None: 32,768 where the
+                      vocabulary has at least twice as many
     merge_lora        folder of a LoRA adapter whose products are added to the weights before anything else
     tokenizer         folder whose tokenizer.json is taken in place of the one that a GGUF file describes
     mmproj            GGUF file of the vision tower of one
@@ -146,6 +150,7 @@ class ConvertOptions:
     allocation: Mapping[str, str] | None = None
     pooling: Literal["last", "mean", "cls"] | None = None
     rerank: Literal["qwen3"] | None = None
+    draft_head: int | None = None
     merge_lora: Path | None = None
     tokenizer: Path | None = None
     mmproj: Path | None = None

@@ -70,6 +70,7 @@ class ConversionPlan:
 
     method, tower   of the decoder, and of the vision tower where there is one
     draft           method of the layer that drafts, where there is one
+    draft_tokens    those that it drafts, as the configuration has them
     choice          what was measured for the head and the mode
     prediction      of the allocation that the budget led to
     compute         where the calibration text runs
@@ -87,6 +88,7 @@ class ConversionPlan:
     divergence: float | None = None
     compute: Compute = Compute()
     draft: Method | None = None
+    draft_tokens: tuple[int, ...] = ()
 
     @cached_property
     def steps(self) -> tuple[WriteStep, ...]:
@@ -300,7 +302,7 @@ class ConversionPlan:
     @property
     def stored_config(self) -> ModelConfig:
         """The network of the file, its tower as that is stored."""
-        config = self.method.stored_config
+        config = replace(self.method.stored_config, draft_tokens=self.draft_tokens)
         if self.tower is None:
             return config
         assert isinstance(self.tower.stack, VisionConfig)

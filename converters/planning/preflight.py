@@ -24,6 +24,7 @@ from edgeq.converters.importers import open_source
 from edgeq.converters.method import Method
 from edgeq.converters.methods import METHODS, TOWERS, chosen
 from edgeq.converters.methods.as_stored import AsStored
+from edgeq.converters.planning.draft_tokens import drafted_tokens
 from edgeq.converters.planning.options import ConvertOptions, spelled
 from edgeq.converters.planning.plan import ConversionPlan
 from edgeq.errors import InputError, ResourceError, UnsupportedError
@@ -91,7 +92,9 @@ def planned(source: CheckpointSource, options: ConvertOptions) -> ConversionPlan
     _check_pictures(method, tower)
     rows = _calibration(method, text)
     checkpoint = open_tensors(source, family, options.merge_lora)
-    plan = ConversionPlan(options, checkpoint, method, tower, text, rows, draft=_draft(method))
+    plan = ConversionPlan(
+        options, checkpoint, method, tower, text, rows, draft=_draft(method), draft_tokens=_draft_tokens(options, config, text)
+    )
     if allocation is not None:
         plan = plan.with_options(replace(options, allocation=checked(allocation, plan.parts())))
     return replace(plan, compute=_compute(plan))
@@ -278,6 +281,15 @@ def _draft(method: Method) -> Method | None:
             grid |= {"rank": options.rank, "master": options.master}
         mine = ConvertOptions(method=kind, bits=options.bits, group_size=size, symmetric=symmetric, **grid)
     return chosen(mine)(mine, family, family.config)
+
+
+def _draft_tokens(options: ConvertOptions, config: ModelConfig, text: TextAssets) -> tuple[int, ...]:
+    """InputError: --draft-head without a layer that drafts."""
+    if config.draft_layers:
+        return drafted_tokens(text, config.vocab_size, options.draft_head)
+    if options.draft_head is not None:
+        raise InputError("--draft-head: the checkpoint has no layer that drafts tokens; leave it out")
+    return ()
 
 
 def check_disk(plan: ConversionPlan, output: Path, written: int) -> None:

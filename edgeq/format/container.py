@@ -190,12 +190,14 @@ class ModelFile:
 
     def array(self, ref: ArrayRef) -> np.ndarray[Any, Any]:
         """An array as a read-only view of the mapping; bf16 as uint16 bits."""
-        return self.segment(ref.segment).view(DTYPES[ref.dtype]).reshape(ref.shape)
+        data = self.segment(ref.segment)[ref.skipped : ref.skipped + ref.nbytes]
+        return data.view(DTYPES[ref.dtype]).reshape(ref.shape)
 
     def pages(self, ref: ArrayRef) -> tuple[int, int]:
         """(address, bytes) of the whole pages of the mapping that hold nothing but this array."""
         s, size = self.segments[ref.segment], mmap.PAGESIZE
-        first, last = -(-s.offset // size) * size, (s.offset + s.length) // size * size
+        begin = s.offset + ref.skipped
+        first, last = -(-begin // size) * size, (begin + ref.nbytes) // size * size
         return int(self._bytes.ctypes.data) + first, max(0, last - first)
 
     def release(self, ref: ArrayRef, uncached: bool = False) -> None:

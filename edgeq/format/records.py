@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgeq.errors import FormatError
-from edgeq.format.codec import Codec
+from edgeq.format.codec import ROWS, Codec
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "uint16", "u8": "uint8", "i8": "int8", "i32": "int32"}
 Mode = Literal["a16", "a8", "a4"]
@@ -60,11 +60,31 @@ class KvCodec:
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """A plain C-ordered array that fills one segment of the file; numpy sees bf16 as its uint16 bits."""
+    """A plain C-ordered array that fills one segment of the file; numpy sees bf16 as its uint16 bits.
+
+    first, whole   of a part of such an array, which no file holds: its first entry, and how many the array has, along the
+                   first dimension; `whole` of 0: it is the array
+    """
 
     dtype: str
     shape: tuple[int, ...]
     segment: int
+    first: int = 0
+    whole: int = 0
+
+    def part(self, first: int, count: int) -> ArrayRef:
+        """`count` entries of the array along its first dimension, which stay where they are."""
+        return ArrayRef(self.dtype, (count, *self.shape[1:]), self.segment, first, self.shape[0])
+
+    @property
+    def array(self) -> ArrayRef:
+        """The array of which this is a part, or itself."""
+        return ArrayRef(self.dtype, (self.whole, *self.shape[1:]), self.segment) if self.whole else self
+
+    @property
+    def skipped(self) -> int:
+        """Bytes of the segment before it."""
+        return self.first * (self.nbytes // self.shape[0]) if self.first else 0
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +109,12 @@ class Weight:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
+
+    def part(self, first: int, end: int) -> Weight:
+        """Rows from `first`, where a block begins, to `end`: blocks lie one after another in every array of every codec."""
+        begin, count = first // ROWS, -(-(end - first) // ROWS)
+        arrays = {name: ref.part(begin, count) for name, ref in self.arrays.items()}
+        return Weight(self.codec, end - first, self.columns, arrays)
 
 
 @dataclass(frozen=True)
@@ -212,6 +238,18 @@ class LinearSpec:
     @property
     def rows(self) -> int:
         return self.weights[0].rows
+
+    def part(self, first: int, end: int) -> LinearSpec:
+        """Rows from `first`, where a block of 16 begins, to `end`, without a copy; of a layer without a master."""
+        assert self.master is None
+        beside, low_rank = self.split_row, self.low_rank
+        return replace(
+            self,
+            weights=tuple(weight.part(first, end) for weight in self.weights),
+            bias=self.bias and self.bias.part(first, end - first),
+            split_row=beside and replace(beside, row=beside.row.part(first, end - first)),
+            low_rank=low_rank and replace(low_rank, b=low_rank.b.part(first, end)),
+        )
 
     @property
     def columns(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgeq.errors import FormatError, UnsupportedError
-from edgeq.network.draft_stack import DraftStack
+from edgeq.network.draft_stack import DraftStack, check_draft_tokens
 from edgeq.network.image_config import TILED, VARYING, ImageConfig
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
 from edgeq.network.picture_texts import PictureTexts
@@ -254,6 +254,7 @@ class ModelConfig(Stack):
     pictures_in_windows     they do so in layers with a sliding window alone; in others they see what is before them (Gemma 4)
     embedding_norm          token embeddings go through a norm before the first layer (BLOOM)
     draft_layers            1: a layer beside it drafts tokens; 0: there is none (Qwen3.5)
+    draft_tokens            of the tokens that it drafts: where runs of them begin and end, by turns; none: it drafts all
     """
 
     model_type: str
@@ -268,6 +269,7 @@ class ModelConfig(Stack):
     whole_pictures: bool = False
     segments: int = 1
     draft_layers: int = 0
+    draft_tokens: tuple[int, ...] = ()
     bidirectional_prompt: bool = False
     policy: PolicyStack | None = None
     embedding_norm: bool = False
@@ -342,6 +344,7 @@ class ModelConfig(Stack):
                 raise UnsupportedError("policy is supported with bidirectional_prompt and a vision tower")
             self.policy.check_beside(self)
         check_integer("draft_layers", self.draft_layers, 0, 1)
+        check_draft_tokens(self.draft_tokens, self.vocab_size if self.draft_layers else 0)
         if self.draft_layers:
             DraftStack.check_beside(self, self.pooling, self.whole_pictures)
 

@@ -5,12 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from edgeq.errors import UnsupportedError
+from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.rope import UNROTATED
 from edgeq.network.stack import Stack
 
 OWN = {"num_hidden_layers": 1, "sliding_windows": (), "layers_without_rope": (), "delta_net": None}
 """What it has otherwise than its decoder: one layer, of attention, that sees all positions."""
+MAX_DRAFT_RUNS = 16
+"""Runs of tokens that a layer may draft: each is a product of its own."""
+BLOCK = 16
+"""Tokens whose rows of a head lie in one block, which is read whole."""
+
+
+def check_draft_tokens(bounds: tuple[int, ...], vocab_size: int) -> None:
+    """FormatError unless `bounds` are begin and end, by turns, of ascending runs of whole blocks of the vocabulary with other
+    tokens between them; none are allowed anywhere.
+
+    vocab_size   0: there is no layer that drafts
+    """
+    ascending = all(type(bound) is int for bound in bounds) and list(bounds) == sorted(set(bounds))
+    if not ascending or len(bounds) % 2 or len(bounds) > 2 * MAX_DRAFT_RUNS:
+        raise FormatError(
+            f"config draft_tokens must be begin and end of at most {MAX_DRAFT_RUNS} runs of tokens, all ascending"
+        )
+    if bounds and not 0 <= bounds[0] < bounds[-1] <= vocab_size:
+        raise FormatError(f"config draft_tokens are {bounds[0]} to {bounds[-1]}; the layer can draft {vocab_size} tokens")
+    if any(bound % BLOCK and bound != vocab_size for bound in bounds):
+        raise FormatError(f"config draft_tokens must be multiples of {BLOCK}, or the end of the vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,11 @@ NEWER_FIELDS = ("layers_without_rope", "gated_mlp", "vision", "class_row", "clas
                 "shared_expert_gate", "draft_layers", "texts", "attn_logit_softcapping", "bidirectional_prompt", "policy",
                 "averaged", "whole_pictures", "state_mean", "state_std", "action_mean", "action_std", "clip_qkv",
                 "embedding_norm", "project_eps", "antialiased", "positions_by_axis", "mean_scaled",
-                "pictures_in_windows", "clips", "expert_scores",
-                "routed_scaling_factor")  # fmt: skip
+                "pictures_in_windows", "clips", "expert_scores", "routed_scaling_factor", "draft_tokens")  # fmt: skip
 """Fields that came after the first files: written only where they are set, so that other files keep their bytes, and their
 readers."""
-LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers")
-"""Fields with an entry for layers."""
+LISTS = ("sliding_windows", "layers_without_rope", "window_layers", "tap_layers", "conv_layers", "draft_tokens")
+"""Fields with an entry for layers, or of few numbers."""
 NETS: dict[str, type[DeltaNet] | type[StateSpace]] = {"delta_net": DeltaNet, "ssd": StateSpace}
 """Fields that say which layers have a state, with its sizes."""
 RECORDS = ("image", "texts")

@@ -2,7 +2,8 @@
 
 Of the token at slot t and the decoder's state h of the slot before, after the last norm, it makes the logits of the token after
 it:  x = embedding(norm(table[token])) + hidden(norm(h)), a layer of the decoder's kind with a cache layer of its own, a norm,
-the decoder's head (DeepSeek-V3, arXiv 2412.19437, section 2.2).  What its own norm gives stands for h when it drafts on.
+the decoder's head (DeepSeek-V3, arXiv 2412.19437, section 2.2).  What its own norm gives stands for h when it drafts on.  Of a
+large vocabulary it reads the head's rows of the tokens that texts have most, and drafts no others: what it gives is verified.
 
 Beside the decoder only its keys and values are computed, of all rows; h of the last one is kept in a state, so that sessions go
 on from there, rewind, fork and are saved as those of any model.  Slot 0, whose token has no state before it, is seen by no row.
@@ -13,18 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeq.format.container import ModelFile
 from edgeq.format.metadata import Metadata
+from edgeq.network.config import ModelConfig
 from edgeq.network.draft_stack import DraftStack
 from edgeq.runtime.network.block_parts import norm
 from edgeq.runtime.network.decoder import attention_block, buffer_widths, cache_of, decoder, embedding, mlp_block
 from edgeq.targets.family_operations import RowBefore
 from edgeq.targets.graph import CacheWrite, Graph, HeadNorm, Linear, Operation, RmsNorm, RopeRotate, Select
+from edgeq.targets.rows import Rows
 from edgeq.targets.states import StateSpec
-from edgeq.targets.target import Options
+from edgeq.targets.target import Options, Program
 
 BEFORE, TOKEN = "hidden before", "token"
 """The buffers of the decoder's state of the slot before, and of the token's embedding after its norm."""
+NEVER = float(np.finfo(np.float32).min)
+"""The logit of a token that is not drafted: finite, since an infinite one tells of unsound weights, and of probability 0."""
 
 
 def draft_stack(metadata: Metadata) -> DraftStack:
@@ -68,9 +76,39 @@ def drafting_layer(metadata: Metadata, context: int, beside: Graph) -> Graph:
     operations.append(norm(metadata, draft, -1, "x", f"{draft.prefix}norm", "normed"))
     # What was before is not read any more.
     operations.append(RowBefore(-1, "normed", width, BEFORE, state))
-    operations += [Select(-1, ("normed",)), replace(head, x="normed"), *cap]
-    buffers = buffer_widths(draft) | {BEFORE: width, TOKEN: width, "logits": metadata.config.vocab_size}
+    operations += [Select(-1, ("normed",)), *heads(metadata, replace(head, x="normed")), *cap]
+    drafted = sum(end - begin for begin, end in runs(metadata.config))
+    buffers = buffer_widths(draft) | {BEFORE: width, TOKEN: width, "logits": drafted}
     return replace(beside, buffers=buffers, operations=tuple(operations))
+
+
+def runs(config: ModelConfig) -> list[tuple[int, int]]:
+    """Begin and end of the runs of tokens that are drafted, whose logits follow one after another."""
+    bounds = config.draft_tokens or (0, config.vocab_size)
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def heads(metadata: Metadata, head: Linear) -> Iterator[Linear]:
+    """The rows of the head of the tokens that are drafted."""
+    if not metadata.config.draft_tokens:
+        yield head
+        return
+    at = 0
+    for begin, end in runs(metadata.config):
+        yield replace(head, linear=head.linear.part(begin, end), offset=at)
+        at += end - begin
+
+
+def drafted_logits(program: Program, config: ModelConfig, rows: Rows) -> NDArray[np.float32]:
+    """A copy of what the layer gives for rows: float32 [rows, vocabulary], NEVER where a token is not drafted."""
+    logits = program.run(rows)
+    if not config.draft_tokens:
+        return logits.copy()
+    found, at = np.full((len(logits), config.vocab_size), NEVER, np.float32), 0
+    for begin, end in runs(config):
+        found[:, begin:end] = logits[:, at : at + end - begin]
+        at += end - begin
+    return found
 
 
 def embedding_norm(metadata: Metadata, draft: DraftStack) -> Operation:

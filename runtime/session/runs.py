@@ -171,7 +171,7 @@ def run_drafting(items: Sequence[BatchItem]) -> list[Logits]:
     def run(group: Sequence[BatchItem], rows: Rows) -> Logits:
         # Slot 0 of its cache is of the first token, which has no state before it.
         rows.spans = np.stack([np.minimum(rows.slots, 1), rows.slots + 1])[None]
-        return group[0].session.draft_rows(rows).copy()
+        return group[0].session.draft_rows(rows)
 
     for group in _by_weights(items):
         logits = _in_turn([items[i] for i in group], run)

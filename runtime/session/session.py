@@ -67,13 +67,13 @@ class Session:
         registry: WeakSet[Session],
         pictures: Pictures | None = None,
         whole: WholeTexts | None = None,
-        drafting: Program | None = None,
+        drafting: Callable[[Rows], Logits] | None = None,
     ) -> None:
         """registry   the open sessions of the model, in which forks are entered too
         pictures   how the model sees; None: it reads text alone
         whole      how it reads texts whose tokens see both ways: a session holds one, which is one run, or begins with a prompt
                    that is one; None: they do not
-        drafting   the layer that drafts, over the same pages and states; None: it does not run
+        drafting   logits of rows by the layer that drafts, over the same pages and states; None: it does not run
         """
         self.context = context
         self.tokens: list[int] = []
@@ -342,7 +342,7 @@ class Session:
     def draft_rows(self, rows: Rows) -> Logits:
         """Run rows of this session, and of others that share its run, by the layer that drafts."""
         assert self._drafting is not None
-        return self._drafting.run(rows)
+        return self._drafting(rows)
 
     def most_largest(self, rows: int) -> int:
         """Logits that `largest_of` can find in a run with so many results; 0: it cannot."""

@@ -32,6 +32,7 @@ PLAIN = ModelConfig(
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
+DRAFTS = {"draft_layers": 1}
 LONG = Rope(10000.0, "longrope", attention_factor=1.2, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8)
 GEMMA = replace(
     PLAIN, hidden_act="gelu_pytorch_tanh", post_norms=True, qk_norm=True, local_rope=Rope(5.0), sliding_windows=(8, 0)
@@ -289,6 +290,20 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"rope": {"theta": 1.0, "kind": "alibi"}, "attn_logit_softcapping": 5.0},
         UnsupportedError,
         "attn_logit_softcapping beside attention_sinks or an alibi rope",
+    ),
+    "drafts without a layer": ({"draft_tokens": [0, 16]}, FormatError, "draft_tokens are 0 to 16; the layer can draft 0"),
+    "drafts beyond the end": ({**DRAFTS, "draft_tokens": [0, 48]}, FormatError, "draft_tokens are 0 to 48; .* draft 40"),
+    "drafts below 0": ({**DRAFTS, "draft_tokens": [-16, 16]}, FormatError, "draft_tokens are -16 to 16"),
+    "half a run of drafts": ({**DRAFTS, "draft_tokens": [0]}, FormatError, "draft_tokens must be begin and end"),
+    "runs of drafts that touch": ({**DRAFTS, "draft_tokens": [0, 16, 16, 32]}, FormatError, "all ascending"),
+    "runs of drafts out of order": ({**DRAFTS, "draft_tokens": [16, 32, 0, 16]}, FormatError, "all ascending"),
+    "half a block of drafts": ({**DRAFTS, "draft_tokens": [0, 8]}, FormatError, "multiples of 16, or the end"),
+    "drafts that are no numbers": ({**DRAFTS, "draft_tokens": [0, "16"]}, FormatError, "all ascending"),
+    "drafts that are no list": ({**DRAFTS, "draft_tokens": 16}, FormatError, "draft_tokens is not a list"),
+    "too many runs of drafts": (
+        {**DRAFTS, "vocab_size": 4096, "draft_tokens": [*range(0, 34 * 16, 16)]},
+        FormatError,
+        "at most 16 runs",
     ),
     "slopes of a layer that drafts": (
         {"rope": {"theta": 1.0, "kind": "alibi"}, "draft_layers": 1},

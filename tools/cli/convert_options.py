@@ -78,6 +78,13 @@ CONVERT_OPTIONS = decorated(
         "prompt of that model.",
     ),
     quantization(
+        "--draft-head",
+        type=click.IntRange(0),
+        metavar="N",
+        help="Tokens that a layer which drafts proposes (Qwen3.5): about N of those that texts have most, of which the rows of "
+        "the head are read for a draft; 0: all.  [default: 32768 where the vocabulary has twice as many]",
+    ),
+    quantization(
         "--method",
         metavar="NAME",
         type=OneOf(*METHODS),

@@ -184,7 +184,9 @@ def show(facts: dict[str, Any]) -> None:
     if config["policy"]:
         console.print(f"{expert_line(config['policy'])}: {facts['expert_bytes'] / 1e6:,.2f} MB")
     if facts["draft_bytes"]:
-        console.print(f"a layer that drafts (--draft mtp): {facts['draft_bytes'] / 1e6:,.2f} MB")
+        bounds = config.get("draft_tokens") or (0, config["vocab_size"])
+        drafted = sum(bounds[1::2]) - sum(bounds[::2])
+        console.print(f"a layer that drafts {drafted:,} tokens (--draft mtp): {facts['draft_bytes'] / 1e6:,.2f} MB")
     table = Table(box=None, pad_edge=False)
     for name in ("part", "codec", "layers", "rows x columns", "MB", "bits/weight"):
         table.add_column(name, justify="left" if name in ("part", "codec") else "right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,9 @@ class Storage:
         return self._uploaded.get(key) or (self._beside._known(key) if self._beside else None)
 
     def _upload(self, ref: ArrayRef, as_stored: bool) -> int:
+        if ref.whole:
+            entry = ref.nbytes // ref.shape[0] if as_stored else 4 * prod(ref.shape[1:])
+            return self._upload(ref.array, as_stored) + ref.first * entry
         key = ref, as_stored
         if (known := self._known(key)) is not None:
             return known.address

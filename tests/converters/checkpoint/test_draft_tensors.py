@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
+from edgeq.converters.checkpoint.tokenizer import TextAssets
 from edgeq.converters.convert import convert
+from edgeq.converters.planning.draft_tokens import drafted_tokens
 from edgeq.converters.planning.options import ConvertOptions
 from edgeq.converters.planning.preflight import preflight
-from edgeq.errors import CheckpointError, FormatError, UnsupportedError
+from edgeq.errors import CheckpointError, FormatError, InputError, UnsupportedError
 from edgeq.format.codec import as_float32, dequantize
 from edgeq.format.container import ModelFile
 from edgeq.network.config import ModelConfig
@@ -124,6 +127,38 @@ def test_its_experts_are_rounded_and_not_counted_for_a_token(checkpoint: Checkpo
         ]
         assert texts[0].text() == texts[1].text() and texts[0].tokens == texts[1].tokens
         assert sum(texts[1].measurement.speculation.drafted) > 0
+
+
+def test_it_drafts_the_tokens_that_texts_have_most(checkpoint: Checkpoint) -> None:
+    """From the first on, and whole blocks of those that end a turn or have a meaning of their own."""
+    folder = str(checkpoint("qwen3_5_mtp"))
+    text = preflight(folder, ConvertOptions(method="rtn")).text
+    tokenizer = Tokenizer.from_str(text.blobs["tokenizer.json"].decode())
+    tokenizer.add_special_tokens(["<|turn|>"])
+    (end,) = tokenizer.encode("<|turn|>", add_special_tokens=False).ids
+    tokens = [f"<|{i}|>" for i in range(3000)]
+    tokenizer.add_special_tokens(tokens)
+    last, blobs = tokenizer.get_vocab_size(), {"tokenizer.json": tokenizer.to_str().encode(), "chat_template": b"x <|2990|>"}
+    some = TextAssets(blobs, {"eos_token_ids": [end]})
+    begin, first, *bounds = drafted_tokens(some, last, 1000)
+    assert (begin, first) == (0, 1008) and all(bound % 16 == 0 or bound == last for bound in bounds)
+    runs = [range(*run) for run in zip(bounds[::2], bounds[1::2], strict=True)]
+    assert all(
+        any(token in run for run in runs) for token in (end, *tokenizer.encode("<|2990|>", add_special_tokens=False).ids)
+    )
+    # Of 3,000 tokens no more than one for sixteen of the others.
+    assert sum(map(len, runs)) <= 1008 // 16 and len(runs) <= 15
+    assert drafted_tokens(some, last, 0) == drafted_tokens(some, last, last) == drafted_tokens(some, last, None) == ()
+    assert drafted_tokens(some, 1 << 16, None)[:2] == (0, 1 << 15)
+
+
+def test_how_many_it_drafts_is_asked_for_where_there_is_such_a_layer(checkpoint: Checkpoint) -> None:
+    found = preflight(str(checkpoint("qwen3_5_mtp")), ConvertOptions(method="rtn", draft_head=512)).stored_config
+    assert found.draft_tokens[:2] == (0, 512) and ModelConfig.from_json(found.to_json()) == found
+    with pytest.raises(InputError, match="--draft-head: the checkpoint has no layer that drafts"):
+        preflight(str(checkpoint("qwen3_5")), ConvertOptions(method="rtn", draft_head=512))
+    with pytest.raises(InputError, match="--draft-head -1: choose 0 to"):
+        ConvertOptions(draft_head=-1)
 
 
 @pytest.mark.parametrize(

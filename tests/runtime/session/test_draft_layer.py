@@ -17,7 +17,7 @@ from edgeq.pictures.prompt import Prompt
 from edgeq.runtime import Batch, Model, Sampling, Session
 from edgeq.runtime.batching.job import Job, Ticket
 from edgeq.runtime.batching.scheduler import Scheduler
-from edgeq.runtime.network.draft_layer import drafting_decoder
+from edgeq.runtime.network.draft_layer import NEVER, drafting_decoder
 from edgeq.runtime.request import Request
 from edgeq.runtime.session.context_size import cache_bytes, context_pages
 from edgeq.runtime.session.runs import BatchItem, run_drafting
@@ -38,9 +38,9 @@ OPTIONS: dict[str, Any] = {"context": 256, "max_rows": 50, "max_logits": 32}
 
 @pytest.fixture(scope="module", params=["reference a16", "cpu a16", "cpu a8"])
 def pair(request: pytest.FixtureRequest, model_path: Callable[..., Path]) -> Iterator[tuple[Model, Model]]:
-    """One file with its layer that drafts, and without."""
+    """One file with its layer that drafts some of the tokens, and without."""
     target, mode = request.param.split()
-    path = model_path("qwen3_5_mtp", bits=4, group_size=32)
+    path = model_path("qwen3_5_mtp", bits=4, group_size=32, draft_head=700)
     threads = 2 if target == "cpu" else 0
     given = OPTIONS | {"target": target, "mode": mode, "threads": threads}
     with Model.load(path, draft_layer=True, **given) as drafting, Model.load(path, **given) as plain:
@@ -92,6 +92,27 @@ def test_drafts_are_those_of_the_formula(
                 tokens.append(int(expected.argmax()))
                 hidden = np.concatenate([hidden, states[-1:]])
             assert session.rewind(end) == end
+
+
+def test_the_tokens_that_it_drafts_have_the_logits_of_the_whole_head(
+    pair: tuple[Model, Model], model_path: Callable[..., Path]
+) -> None:
+    """Bit by bit, with more bits for the head's rows and fewer, from runs that begin in any block."""
+    some = pair[0]
+    begin, end, *_ = bounds = some.config.draft_tokens
+    assert begin == 0 and end >= 704 and set(bounds) <= {*range(0, 2049, 16)}
+    given = OPTIONS | {"target": some.target, "mode": some.program.options.mode}
+    path = model_path("qwen3_5_mtp", bits=4, group_size=32)
+    with Model.load(path, draft_layer=True, threads=2 if some.target == "cpu" else 0, **given) as whole:
+        assert not whole.config.draft_tokens
+        sessions = [model.session() for model in (some, whole)]
+        for session in sessions:
+            session.prefill(TOKENS[:20])
+        found, wanted = map(drafts_of, sessions)
+        drafted = np.zeros(2048, np.bool_)
+        for begin, end in zip(bounds[::2], bounds[1::2], strict=True):
+            drafted[begin:end] = True
+        assert np.array_equal(found[:, drafted], wanted[:, drafted]) and np.all(found[:, ~drafted] == NEVER)
 
 
 def test_the_layer_beside_it_changes_no_bit_of_the_model(pair: tuple[Model, Model]) -> None:
