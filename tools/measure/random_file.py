@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from edgeq.converters.budget.part_names import HEAD, TABLE, part_of
 from edgeq.format.codec import MAX_ENTRY, Codec
-from edgeq.format.manifest import FLOAT_PARTS, Shape, array_shapes, fused_shapes, table_shapes
+from edgeq.format.manifest import FLOAT_PARTS, Shape, array_shapes, draft_input, fused_shapes, layer_contents, table_shapes
 from edgeq.format.metadata import Metadata
 from edgeq.format.records import ArrayRef, LinearSpec, Weight
 from edgeq.format.writer import Writer
 from edgeq.network.config import ModelConfig
 from edgeq.network.delta_net import DeltaNet
+from edgeq.network.draft_stack import DraftStack
 from edgeq.network.ssd import StateSpace
 
 Net = TypeVar("Net", DeltaNet, StateSpace)
@@ -63,10 +64,12 @@ def file_bytes(config: ModelConfig, codec: Codec) -> int:
 
 
 def linears_read(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterator[tuple[Shape, Codec, Fraction]]:
-    """Shape, codec and the share that a token reads of every linear layer: of experts those that it uses, of a table none."""
+    """Shape, codec and the share that a token reads of every linear layer: of experts those that it uses, of a table and of
+    the layer that drafts nothing."""
     used = Fraction(config.num_experts_per_tok, config.num_experts or 1)
     for name, shape, stored in _linears(config, codec, parts):
-        yield shape, stored, used if ".experts." in name else Fraction(name not in (TABLE, "layer_rows"))
+        unread = name in (TABLE, "layer_rows") or name.startswith(DraftStack.prefix)
+        yield shape, stored, Fraction(0) if unread else used if ".experts." in name else Fraction(1)
 
 
 def bytes_per_token(config: ModelConfig, codec: Codec, floats: bool = True) -> int:
@@ -113,16 +116,24 @@ def write_random(path: Path, config: ModelConfig, codec: Codec, parts: Codecs = 
 
 def _linears(config: ModelConfig, codec: Codec, parts: Codecs = EVERY) -> Iterator[tuple[str, Shape, Codec]]:
     """Name, shape and codec of every linear layer: that of its part, else `codec`; of those that stay in floats bf16."""
-    for layer in range(config.num_hidden_layers):
-        for name, fused in fused_shapes(config, layer):
-            rows, columns = sum(rows for rows, _ in fused.values()), next(iter(fused.values()))[1]
-            floats = name.split(".")[-1] in FLOAT_PARTS
-            yield name, (rows, columns), Codec("bf16") if floats else parts.get(part_of(name), codec)
+    for name, fused in _of_layers(config):
+        rows, columns = sum(rows for rows, _ in fused.values()), next(iter(fused.values()))[1]
+        floats = name.split(".")[-1] in FLOAT_PARTS
+        yield name, (rows, columns), Codec("bf16") if floats else parts.get(part_of(name), codec)
     for name, shape in table_shapes(config).items():
         yield name, shape, Codec("bf16") if name in FLOAT_PARTS else replace(codec, bits=TABLE_BITS)
     if not config.tie_word_embeddings:
         yield TABLE, (config.vocab_size, config.hidden_size), replace(codec, bits=TABLE_BITS)
     yield HEAD, (config.vocab_size, config.hidden_size), parts.get(HEAD, codec)
+
+
+def _of_layers(config: ModelConfig) -> Iterator[tuple[str, dict[str, Shape]]]:
+    """The fused linear layers of the decoder's layers and of the one that drafts."""
+    for layer in range(config.num_hidden_layers):
+        yield from fused_shapes(config, layer)
+    if draft := config.draft:
+        contents = draft_input(draft) | layer_contents(draft, 0)
+        yield from ((name, part) for name, part in contents.items() if isinstance(part, dict))
 
 
 def _repeated(noise: NDArray[np.uint8], count: int) -> Iterator[NDArray[np.uint8]]:
