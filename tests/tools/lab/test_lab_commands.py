@@ -10,8 +10,11 @@ import pytest
 
 LAB = Path(__file__).resolve().parents[3] / "tools" / "lab"
 NAMES = sorted(
-    [path.stem for path in LAB.glob("*.py") if "__main__" in path.read_text(encoding="utf-8")]
-    + [path.parent.name for path in LAB.glob("*/__main__.py")]
+    [
+        ".".join(path.relative_to(LAB).with_suffix("").parts).removesuffix(".__main__")
+        for path in LAB.rglob("*.py")
+        if path.name == "__main__.py" or "__main__" in path.read_text(encoding="utf-8")
+    ]
 )
 WITHOUT = """
 import runpy, sys
@@ -33,6 +36,8 @@ def test_all_commands_are_found() -> None:
         "assembly",
         "dither",
         "gpu_roofline",
+        "hybrid",
+        "kl_chart",
         "llama_cpp_types",
         "load",
         "make_checkpoint",
@@ -44,9 +49,9 @@ def test_all_commands_are_found() -> None:
         "signs",
         "soak",
         "speculation",
-        "train_policy",
-        "train_text",
-        "train_vision",
+        "training.train_policy",
+        "training.train_text",
+        "training.train_vision",
     }
     assert expected == set(NAMES)
 
@@ -63,8 +68,8 @@ def test_every_command_has_help_without_the_packages_of_the_converter(name: str)
 @pytest.mark.parametrize(
     ("arguments", "package"),
     [
-        (["edgeq.tools.lab.train_text", "out"], "torch"),
-        (["edgeq.tools.lab.train_vision", "text", "out"], "torch"),
+        (["edgeq.tools.lab.training.train_text", "out"], "torch"),
+        (["edgeq.tools.lab.training.train_vision", "text", "out"], "torch"),
         (["edgeq.tools.lab.plant_outliers", "source", "out"], "torch"),
         # What a checkpoint holds is read without it, which a device does.
         (["edgeq", "convert", str(LAB.parents[1] / "models" / "tiny-llama"), "-o", "out.edgeq"], "transformers"),

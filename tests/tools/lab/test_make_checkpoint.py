@@ -10,7 +10,7 @@ import pytest
 
 from edgeq.tools.lab.make_checkpoint import SHAPES, make, tensors, tokenizer
 from edgeq.tools.lab.peers import edgeq_pictures
-from edgeq.tools.lab.train_text import training_texts
+from edgeq.tools.lab.training.train_text import training_texts
 from edgeq.tools.quality import corpus
 
 

@@ -1,4 +1,4 @@
-"""Train the demo model that sees: models/tiny-qwen2vl, by `python -m edgeq.tools.lab.train_vision models/tiny-llama OUT`.
+"""Train the demo model that sees, models/tiny-qwen2vl: `python -m edgeq.tools.lab.training.train_vision models/tiny-llama OUT`.
 
 A Qwen2-VL of 5.0 M parameters that reads short signs (signs.py) and answers three kinds of question.  Stage 1 trains the vision
 tower alone: a throw-away linear readout names the characters and the colour, so that ten visual tokens come to hold what a

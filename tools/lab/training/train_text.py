@@ -1,4 +1,4 @@
-"""Train the demo model; models/tiny-llama was made by `python -m edgeq.tools.lab.train_text OUT --seconds 4200`.
+"""Train the demo model; models/tiny-llama was made by `python -m edgeq.tools.lab.training.train_text OUT --seconds 4200`.
 
 A Llama of 5.2 M parameters (hidden 256, 6 layers, 8 heads of 32, 4 key/value heads, FFN 768, 2048-token byte-level BPE, tied
 head) trained from scratch on the text every Python carries.  4200 seconds on 2 CPU cores gave the checkpoint in the repository.

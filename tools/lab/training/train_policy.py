@@ -1,4 +1,4 @@
-"""Train a tiny policy: `python -m edgeq.tools.lab.train_policy models/tiny-qwen2vl OUT`, a π0 of 1.2 M parameters.
+"""Train a tiny policy: `python -m edgeq.tools.lab.training.train_policy models/tiny-qwen2vl OUT`, a π0 of 1.2 M parameters.
 
 It learns to reach: the first three numbers of an action go in a straight line from the robot's to a goal that the first camera
 shows (how much brighter each colour is on the left than on the right), the other three to a goal of the second camera (at the
