@@ -1,5 +1,5 @@
 """Operations that only some families have: layers with a state (states.py), in which a row depends on the rows of its session
-before it, gates, norms of values, factors, caps and means."""
+before it, gates, norms of values, factors, caps, means, and which experts a row has."""
 
 from __future__ import annotations
 
@@ -257,6 +257,24 @@ class ScaleAdd(Operation):
     out: str
 
     READS = ("x", "out")
+
+
+@dataclass(frozen=True)
+class Route(Operation):
+    """out[:, :chosen] = the largest of softmax(x[:, :experts]), falling, with `normalized` divided by their sum; and
+    out[:, chosen : 2 chosen] = the experts' indices, as numbers; ties go to the lower index.
+
+    bias   f32 [experts]: the numbers are factor / (1 + exp(-x)) in place of a softmax, those with the largest sum with it are
+           chosen, in that order, and what they are divided by is 1e-20 more (DeepSeek-V3, arXiv 2412.19437)
+    """
+
+    x: str
+    experts: int
+    chosen: int
+    normalized: bool
+    out: str
+    bias: ArrayRef | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

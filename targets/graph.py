@@ -271,24 +271,6 @@ class Activate(Operation):
 
 
 @dataclass(frozen=True)
-class Route(Operation):
-    """out[:, :chosen] = the largest of softmax(x[:, :experts]), falling, with `normalized` divided by their sum; and
-    out[:, chosen : 2 chosen] = the experts' indices, as numbers; ties go to the lower index.
-
-    bias   f32 [experts]: the numbers are factor / (1 + exp(-x)) in place of a softmax, those with the largest sum with it are
-           chosen, in that order, and what they are divided by is 1e-20 more (DeepSeek-V3, arXiv 2412.19437)
-    """
-
-    x: str
-    experts: int
-    chosen: int
-    normalized: bool
-    out: str
-    bias: ArrayRef | None = None
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
 class Experts(Operation):
     """out += sum over the experts e that `routing` names for the row of share * down_e(silu(gate_e x) * up_e x).
 

@@ -19,6 +19,7 @@ from edgeq.targets.family_operations import (
     Gate,
     GatedAdd,
     Limit,
+    Route,
     ScaleAdd,
     ShareScale,
     SoftCap,
@@ -42,7 +43,6 @@ from edgeq.targets.graph import (
     PositionAdd,
     RmsNorm,
     RopeRotate,
-    Route,
     Scale,
     Select,
 )

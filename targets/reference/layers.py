@@ -14,6 +14,7 @@ from edgeq.targets.family_operations import (
     GatedAdd,
     GatedNorm,
     Limit,
+    Route,
     RowMean,
     ScaleAdd,
     ScaleShift,
@@ -31,7 +32,6 @@ from edgeq.targets.graph import (
     NormAdd,
     PositionAdd,
     RmsNorm,
-    Route,
     Scale,
     Select,
 )

@@ -23,6 +23,7 @@ from edgeq.targets.family_operations import (
     GatedAdd,
     GatedNorm,
     Limit,
+    Route,
     RowBefore,
     RowMean,
     ScaleAdd,
@@ -51,7 +52,6 @@ from edgeq.targets.graph import (
     PositionAdd,
     RmsNorm,
     RopeRotate,
-    Route,
     Scale,
     Select,
 )

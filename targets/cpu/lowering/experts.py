@@ -26,7 +26,7 @@ from edgeq.targets.cpu.lowering.lifetimes import Buffer
 from edgeq.targets.cpu.lowering.prepare import ROWS_OF_THREADS
 from edgeq.targets.cpu.lowering.products import UNPACKED, WINOGRAD
 from edgeq.targets.cpu.threads.optable import ExpertStage, kernel
-from edgeq.targets.family_operations import GatedAdd, ShareScale
+from edgeq.targets.family_operations import GatedAdd, Route, ShareScale
 
 X, INNER, Y = "expert x", "expert inner", "expert y"
 OF_THREADS = ("scratch", WINOGRAD, UNPACKED, ROWS_OF_THREADS)
@@ -82,7 +82,7 @@ class ExpertStages:
     moves: list[list[Move]]
 
 
-def route(context: Context, o: op.Route) -> None:
+def route(context: Context, o: Route) -> None:
     (x, x_stride), (out, out_stride) = context.place(o.x), context.place(o.out)
     bias = 0 if o.bias is None else context.memory.floats(o.bias)
     args = kernels.RouteArgs(

@@ -15,6 +15,7 @@ from edgeq.targets.family_operations import (
     GatedAdd,
     GatedNorm,
     Limit,
+    Route,
     RowBefore,
     RowMean,
     ScaleAdd,
@@ -43,7 +44,6 @@ from edgeq.targets.graph import (
     PositionAdd,
     RmsNorm,
     RopeRotate,
-    Route,
     Scale,
     Select,
 )

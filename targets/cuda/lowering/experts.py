@@ -18,8 +18,8 @@ from edgeq.targets.cuda.lowering.context import Input, Launch, Lowered, Lowering
 from edgeq.targets.cuda.lowering.layers import activation
 from edgeq.targets.cuda.lowering.linear import layer_launches
 from edgeq.targets.cuda.supply.pack import Variant
-from edgeq.targets.family_operations import GatedAdd, ShareScale
-from edgeq.targets.graph import Activate, Experts, Linear, Route
+from edgeq.targets.family_operations import GatedAdd, Route, ShareScale
+from edgeq.targets.graph import Activate, Experts, Linear
 
 
 def route(lowering: Lowering, op: Route) -> Sequence[Lowered]:

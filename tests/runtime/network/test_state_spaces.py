@@ -19,8 +19,8 @@ from edgeq.network.stack import Stack
 from edgeq.runtime import Model
 from edgeq.runtime.network import decoder, state_blocks
 from edgeq.runtime.network.block_parts import norm
-from edgeq.targets.family_operations import GatedNorm, ScaleAdd, SiluConv, SsdScan
-from edgeq.targets.graph import Activate, Experts, Operation, Route
+from edgeq.targets.family_operations import GatedNorm, Route, ScaleAdd, SiluConv, SsdScan
+from edgeq.targets.graph import Activate, Experts, Operation
 from edgeq.targets.reference import states
 from edgeq.targets.reference.context import RunContext
 

@@ -9,8 +9,8 @@ from edgeq.errors import UnsupportedError
 from edgeq.format.codec import Codec, pack_floats
 from edgeq.format.records import LinearSpec, Weight
 from edgeq.targets import load
-from edgeq.targets.family_operations import GatedAdd
-from edgeq.targets.graph import CacheSpec, Embed, Experts, Graph, Linear, Route, Select
+from edgeq.targets.family_operations import GatedAdd, Route
+from edgeq.targets.graph import CacheSpec, Embed, Experts, Graph, Linear, Select
 from edgeq.targets.target import Options
 from tests.targets.cases import HERE, MODES, Arrays, case, matrix, rows_of, weight
 from tests.targets.test_cpu_kernels import identity
