@@ -188,7 +188,7 @@ class Scheduler(BaseScheduler):
         """Take what is on disk of the prompts of new texts, for as long as a run may take, then let them read the rest."""
         waits = any(text.chunks is None and not text.fetching and not text.ended for text in self._texts)
         end = perf_counter() + (self._step_seconds if waits else CHUNK_SECONDS)
-        for text in [text for text in self._texts if text.fetching]:
+        for text in [text for text in self._texts if text.fetching and not text.ended]:
             if not self._shared.fetch(text, end):
                 return
             self._begin_reading(text)

@@ -335,6 +335,21 @@ def test_the_command_shows_and_removes(model: Model, store: PromptStore) -> None
     assert run.invoke(main, ["cache", "ls", folder]).stdout == "no prompts\n" and asked(model, store)[1] == 0
 
 
+def test_a_text_that_cannot_begin_ends_with_its_error(
+    model: Model, store: PromptStore, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise InputError("no tokenizer")
+
+    scheduler = Scheduler(model, 4, shares_prefixes=True, store=store)
+    with monkeypatch.context() as patched:
+        patched.setattr(Request, "sampler", refused)
+        scheduler.submit(Job(model.prompt(TOKENS), Request(max_tokens=8), Sampling()))
+        (update,) = scheduler.step()
+    assert str(update.error) == "no tokenizer" and not scheduler.busy
+    assert asked(model, store) == (alone, 0)
+
+
 def test_a_text_that_leaves_while_it_takes_its_pages_leaves_nothing(model: Model, store: PromptStore) -> None:
     asked(model, store)
     scheduler = Scheduler(model, 2, shares_prefixes=True, store=store, pages=16)
