@@ -48,7 +48,7 @@ class HoldsStates(Program, Protocol):
         ...
 
     def load_snapshot(self, data: NDArray[np.uint8]) -> PagePart:
-        """A snapshot with contents that `save_snapshot` gave.  ValueError: another number of bytes."""
+        """A snapshot with contents that `save_snapshot` gave; it may keep `data`.  ValueError: another number of bytes."""
         ...
 
     @property

@@ -87,9 +87,7 @@ class HostStates:
         return snapshot.data.astype("<f4").tobytes()
 
     def load_snapshot(self, data: NDArray[np.uint8]) -> HostSnapshot:
-        found = self.new_snapshot()
-        found.data[:] = _floats(data, self._layout.snapshot_numbers)
-        return found
+        return HostSnapshot(_floats(data, self._layout.snapshot_numbers))
 
     def _filled(self, numbers: ArrayF32, slot: int, written: int) -> HostState:
         state = HostState(self._zeros(self.saved_bytes[0]).view(np.float32), slot, written)
