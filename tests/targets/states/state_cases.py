@@ -49,6 +49,41 @@ def read(program: Program, counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(found)
 
 
+MEMORIES = np.array([1, 70, 5000])
+"""Rows after which heads have kept 1 / e of what they saw."""
+CHUNK = 256
+
+
+def long_text(target: str, made: Graph, arrays: Arrays, rows: int) -> np.ndarray:
+    """The results of a text of so many rows, in chunks."""
+    options = Options("a16", threads=1 if target == "cpu" else 0, max_rows=CHUNK, max_logits=CHUNK)
+    program = load(target).compile(made, arrays, options)  # type: ignore[arg-type]
+    assert isinstance(program, HoldsStates)
+    pages = [program.new_page().with_snapshot(program.new_snapshot()) for _ in range(-(-rows // PAGE))]
+    states, found = [program.new_state()], []
+    for slots in np.split(np.arange(rows, dtype=np.int32), range(CHUNK, rows, CHUNK)):
+        wanted = np.arange(len(slots), dtype=np.int32)
+        run = Rows(slots, slots[None], slots, np.zeros_like(slots), [pages], wanted, states=states)
+        found.append(program.run(run).copy())
+    return np.concatenate(found)
+
+
+def check_long(target: str, made: Graph, arrays: Arrays, wanted: np.ndarray, within: float) -> None:
+    """Rows of a long text, of each head of MEMORIES, are those of the step form (root mean square), the last as the first."""
+    heads = len(wanted), len(MEMORIES), -1
+    found, wanted = long_text(target, made, arrays, len(wanted)).reshape(heads), wanted.reshape(heads)
+    for rows in (slice(1024), slice(-1024, None)):
+        errors = np.square(found[rows] - wanted[rows]).mean(axis=(0, 2)) / np.square(wanted[rows]).mean(axis=(0, 2))
+        assert errors.max() < within**2, np.sqrt(errors)
+
+
+LONG = [
+    pytest.param(target, rows, marks=() if (target, rows) == ("cpu", 4096) else pytest.mark.exhaustive)
+    for target in ("reference", "cpu")
+    for rows in (4096, 30_000)
+]
+"""Targets and rows of long texts."""
+
 Cuts = tuple[tuple[int, ...], ...]
 CUTS: Cuts = ((1,), (7, 1, 20, 2), (LOG, LOG + 1), (3, 5))
 """Lengths of the runs of a text, again and again."""

@@ -13,7 +13,7 @@ from edgeq.network.delta_net import UNIT_EPS
 from edgeq.targets.family_operations import DeltaRule, Gate, GatedNorm, delta_state
 from edgeq.targets.graph import CacheSpec, Embed, Graph, Operation, Select
 from tests.targets.cases import HERE, ISAS, Arrays
-from tests.targets.states.state_cases import LENGTH, check_computed, check_tiles, plain, results
+from tests.targets.states.state_cases import LENGTH, LONG, MEMORIES, check_computed, check_long, check_tiles, plain, results
 
 Array = NDArray[np.float64]
 
@@ -47,14 +47,14 @@ def step_form(x: Array, rates: Array, decay_log: Array, dt_bias: Array, s: Sizes
     return np.stack(out)
 
 
-def inputs(s: Sizes, seed: int = 0) -> dict[str, NDArray[np.float32]]:
+def inputs(s: Sizes, length: int = LENGTH) -> dict[str, NDArray[np.float32]]:
     """Keys come back, memories reach from one row to thousands, and now and then a head forgets everything."""
-    rng = np.random.default_rng(seed + s.value_dim)
+    rng = np.random.default_rng(s.value_dim)
     width = 2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim
-    x, rates = rng.standard_normal((LENGTH, width)), rng.standard_normal((LENGTH, 2 * s.value_heads))
+    x, rates = rng.standard_normal((length, width)), rng.standard_normal((length, 2 * s.value_heads))
     keys = slice(s.key_heads * s.key_dim, 2 * s.key_heads * s.key_dim)
-    x[:, keys] = 0.3 * x[:, keys] + x[rng.integers(0, 12, LENGTH), keys]
-    forgets = rng.random((LENGTH, s.value_heads)) < 0.03
+    x[:, keys] = 0.3 * x[:, keys] + x[rng.integers(0, 12, length), keys]
+    forgets = rng.random((length, s.value_heads)) < 0.03
     rates[:, s.value_heads :][forgets] = rng.choice([50.0, 900.0], forgets.sum())
     arrays = {
         "x": x,
@@ -99,6 +99,15 @@ def test_rows_and_columns_of_the_kernels_tiles_change_no_bit(monkeypatch: pytest
     sizes = Sizes(2, 4, 40, 100)
     numbers = inputs(sizes)
     check_tiles(monkeypatch, lambda arrays: graph(arrays, sizes, numbers), expected(sizes, numbers))
+
+
+@pytest.mark.parametrize(("target", "rows"), LONG)
+def test_long_memories_keep_their_digits(target: str, rows: int) -> None:
+    sizes = Sizes(1, 3, 16, 16)
+    arrays, numbers = Arrays(), inputs(sizes, rows)
+    numbers["rates"][:, 3:] = np.clip(numbers["rates"][:, 3:], -1, 1)
+    numbers |= {"decay_log": -np.log(np.log(2) * MEMORIES).astype(np.float32), "dt_bias": np.zeros(3, np.float32)}
+    check_long(target, graph(arrays, sizes, numbers), arrays, expected(sizes, numbers), within=1e-6)
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
