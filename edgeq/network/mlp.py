@@ -13,6 +13,7 @@ ACTIVATIONS = (*GATED, *PLAIN)
 MAX_EXPERTS = 32_768
 """The most experts of all layers together."""
 MAX_INNER = 1_048_576
+"""The most channels inside of an MLP."""
 SCORES = ("softmax", "sigmoid")
 """What experts are ranked and weighted by."""
 

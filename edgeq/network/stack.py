@@ -9,7 +9,7 @@ from edgeq.errors import FormatError, UnsupportedError
 from edgeq.network.delta_net import MAX_TAPS, DeltaNet
 from edgeq.network.head_shape import HeadShape
 from edgeq.network.json_records import check_flag, check_integer, check_layers, check_positive
-from edgeq.network.mlp import GATED, check_activation, check_experts
+from edgeq.network.mlp import GATED, MAX_INNER, check_activation, check_experts
 from edgeq.network.rope import UNROTATED, Rope, alibi_slopes
 from edgeq.network.ssd import StateSpace
 
@@ -17,7 +17,7 @@ from edgeq.network.ssd import StateSpace
 MAX_SIZES = {
     "vocab_size": 4_000_000,
     "hidden_size": 131_072,
-    "intermediate_size": 1_048_576,
+    "intermediate_size": MAX_INNER,
     "num_hidden_layers": 1_024,
     "num_attention_heads": 2_048,
     "num_key_value_heads": 2_048,
