@@ -251,6 +251,15 @@ class Checkpoint:
             spans = _spans(tensor.parts, start, stop)
             return np.concatenate([self._rows(part, part.name, begin, end) for part, begin, end in spans])
         values = self._read(tensor, tensor.name or name, start, stop)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self._changed(tensor, values, start, stop)
+        # What is finite where it is stored may not be where it is multiplied or added up.
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{name} is beyond float32 where its factors are applied; the checkpoint is damaged")
+        return values
+
+    def _changed(self, tensor: NamedTensor, values: NDArray[np.float32], start: int, stop: int) -> NDArray[np.float32]:
+        """Rows as they are stored, with all that is added to them and that they are multiplied by."""
         if tensor.first is not None and start == 0 < stop:
             values[0] += self._read(tensor.first, tensor.first.name, 0, len(values[0]))
         if tensor.every is not None:

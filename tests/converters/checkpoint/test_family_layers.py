@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ def test_bad_values_are_reported_under_the_name_in_the_checkpoint(checkpoint: Ca
     with pytest.raises(CheckpointError, match="gate_up_proj.weight has NaN"):
         source.whole("model.layers.0.mlp.up_proj.weight")
     assert np.isfinite(source.whole("model.layers.0.mlp.gate_proj.weight")).all()
+
+
+def test_factors_that_leave_float32_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    source = changed(checkpoint("llama_gqa"), tmp_path / "a", lambda t: t.update({name: t[name].float() * 1e30}))
+    family, _ = recognise(source.config)
+    source.arrange(family.sources())
+    assert np.isfinite(source.whole(name)).all()
+    source.tensors[name] = replace(source.tensors[name], factor=1e10)
+    with pytest.raises(CheckpointError, match=f"{name} is beyond float32"):
+        source.whole(name)
 
 
 def test_a_source_is_rows_of_what_is_stored(tmp_path: Path) -> None:
