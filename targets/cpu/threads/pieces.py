@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.int64]
+PARTS_OF_A_PIECE, FINER = 2, 4
+"""Parts of a piece for each thread, so that none waits for the last one long, and how much finer they may become: an operation
+has no more work items than some for each of its parts."""
 
 
 class TablePiece(NamedTuple):
@@ -22,8 +25,9 @@ class TablePiece(NamedTuple):
     last: int = 0
 
 
-def split(table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[TablePiece]:
-    """The table in about as many pieces; an operation that `cuts` has more than one for is cut into so many.  None is empty."""
+def split(table: Table, pieces: int, cuts: NDArray[np.int64] | None, threads: int = 1) -> list[TablePiece]:
+    """The table in about as many pieces; an operation that `cuts` has more than one for is cut into so many, or fewer: each
+    has parts for all `threads`, and parts become no finer than FINER times.  None is empty."""
     pieces = min(pieces, len(table))
     bounds = {len(table) * i // pieces for i in range(pieces + 1)}
     if cuts is not None:
@@ -36,7 +40,9 @@ def split(table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[Tab
             continue
         # With the record after it, which a kernel may read (args.py, following).
         record, count = table[start : end + 1].copy(), int(cuts[start])
-        each = -(-int(record[0, -1]) // count)
+        parts, least = int(record[0, -1]), PARTS_OF_A_PIECE * threads if threads > 1 else 1
+        count = min(count, max(1, FINER * parts // least)) if threads > 1 else count
+        each = max(-(-parts // count), least)
         record[0, -1] = each * count
         found += [TablePiece(start, record[:1], record.ctypes.data, each * i, each * (i + 1)) for i in range(count)]
     return found

@@ -361,7 +361,7 @@ class ThreadPool:
         `kept`: what this run is recorded with.
         """
         notes = self._notes
-        for piece in self._split(table, pieces, cuts):
+        for piece in self._split(table, threads, pieces, cuts):
             if notes.on:
                 notes.expect(piece, len(table), what, kept)
             self._walk(piece, threads)
@@ -370,12 +370,12 @@ class ThreadPool:
         """The runs that ended since the last time while `record` was on; of their calls `times` works out how long."""
         return self._notes.taken()
 
-    def _split(self, table: Table, pieces: int, cuts: NDArray[np.int64] | None) -> list[TablePiece]:
+    def _split(self, table: Table, threads: int, pieces: int, cuts: NDArray[np.int64] | None) -> list[TablePiece]:
         """The pieces of a table; those of the last run again where it was the same.  ValueError: it has no room here."""
         if len(table) > self.operations:
             raise ValueError(f"{len(table)} operations; this pool has room for {self.operations}")
         if cuts is not None:
-            return split(table, pieces, cuts)
+            return split(table, pieces, cuts, threads)
         if self._pieces[0] is not table or self._pieces[1] != pieces:
             self._pieces = table, pieces, split(table, pieces, None)
         return self._pieces[2]
