@@ -69,7 +69,7 @@ def gain_command(
             shape,
             layers,
             drafted,
-            (0.0, 0.5, 0.8, 1.0),
+            SHARES,
             gamma=gamma,
             threads=threads,
             tokens=tokens,
