@@ -39,9 +39,11 @@ def split(table: Table, pieces: int, cuts: NDArray[np.int64] | None, threads: in
             found.append(TablePiece(start, table[start:end], table.ctypes.data + start * table.strides[0]))
             continue
         # With the record after it, which a kernel may read (args.py, following).
-        record, count = table[start : end + 1].copy(), int(cuts[start])
-        parts, least = int(record[0, -1]), PARTS_OF_A_PIECE * threads if threads > 1 else 1
-        count = min(count, max(1, FINER * parts // least)) if threads > 1 else count
+        record, count, least = table[start : end + 1].copy(), int(cuts[start]), 1
+        parts = int(record[0, -1])
+        if threads > 1:
+            least = PARTS_OF_A_PIECE * threads
+            count = min(count, max(1, FINER * parts // least))
         each = max(-(-parts // count), least)
         record[0, -1] = each * count
         found += [TablePiece(start, record[:1], record.ctypes.data, each * i, each * (i + 1)) for i in range(count)]
