@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from edgeq.errors import InputError
@@ -43,7 +43,7 @@ class Processor:
     label: str
     known: CompilerSettings | None = None
 
-    @property
+    @cached_property
     def settings(self) -> CompilerSettings:
         return self.known or _found_here()
 
