@@ -250,11 +250,11 @@ class Checkpoint:
         if tensor.parts:
             spans = _spans(tensor.parts, start, stop)
             return np.concatenate([self._rows(part, part.name, begin, end) for part, begin, end in spans])
-        values = self._read(tensor, tensor.name or name, start, stop)
+        stored = self._read(tensor, tensor.name or name, start, stop)
         with np.errstate(over="ignore", invalid="ignore"):
-            values = self._changed(tensor, values, start, stop)
-        # What is finite where it is stored may not be where it is multiplied or added up.
-        if not np.isfinite(values).all():
+            values = self._changed(tensor, stored, start, stop)
+        # What is finite where it is stored may not be where it is multiplied or added up; `first` is added in place.
+        if (values is not stored or tensor.first is not None) and not np.isfinite(values).all():
             raise CheckpointError(f"{name} is beyond float32 where its factors are applied; the checkpoint is damaged")
         return values
 
