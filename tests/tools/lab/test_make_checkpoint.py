@@ -64,7 +64,7 @@ def test_a_made_model_that_sees_is_converted_and_sees(tmp_path: Path) -> None:
     peer = tmp_path / "peer"
     peer.mkdir()
     edgeq_pictures.build(tmp_path / "source", peer)
-    seconds = edgeq_pictures.load(peer, 1, 64).see((112, 56))
+    seconds = edgeq_pictures.load(peer, 1, 64, None).see((112, 56))
     assert seconds.first is not None and min(seconds.tower, seconds.processor, seconds.first) > 0
     model = Model.load(peer / "model.edgeq", image_tokens=16, context=64)
     with model.session() as session:

@@ -19,6 +19,8 @@ from edgeq.format.container import ModelFile
 from edgeq.runtime import Model
 from edgeq.system import machine
 from edgeq.targets.cpu import probes
+from edgeq.targets.cpu.choose_isa import choose
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.tools.lab import roofline
 from edgeq.tools.lab.peers import contest, for_edgeq, for_llama_cpp, peer, table, weights
 from edgeq.tools.lab.peers.__main__ import configuration, main
@@ -53,6 +55,21 @@ def test_edgeq_alone_gives_valid_json_and_keeps_its_model(tmp_path: Path) -> Non
     again = Contest(CONFIG, tmp_path, sys.executable, 8, 4, lambda *_: None)
     assert again.build(again.find(["edgeq-a8-g128-h8"])) and again.folder(peer.variants()["edgeq-a8-g128-h8"]) == folder
     assert (folder / "model.edgeq").stat().st_mtime_ns == before
+
+
+@pytest.mark.exhaustive
+def test_kernels_below_the_best_of_the_machine(tmp_path: Path) -> None:
+    isa = next(isa.name for isa in all_isas() if isa.name != choose()[0].name and not isa.missing(machine.cpu().features))
+    assert isa in compare(tmp_path, "--only", "edgeq-a8-g128-h4", "--isa", isa)["rows"][0]["settings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--isa", "sse9"], "'sse9' is not known"), (["--isa", "portable", "--target", "cuda"], "leave it out")],
+)
+def test_an_instruction_set_that_cannot_run_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--work", str(tmp_path), *arguments])
+    assert result.exit_code and words in result.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,6 +29,9 @@ from edgeq.tools.lab.peers.peer import variants
 from edgeq.tools.lab.peers.table import BY_BYTES, MAIN, Row, markdown, rows
 from edgeq.tools.measure import gpu
 from edgeq.tools.measure.alternating import Spread, aligned, listed
+
+if TYPE_CHECKING:
+    from edgeq.targets.cpu.isa.isa import Isa
 
 MAX_THREADS = 1024
 EDGE = 28
@@ -57,20 +61,21 @@ class Surroundings:
 
 @dataclass
 class Limits:
-    """Limits of `threads` threads, measured at every call; nothing where the CPU target cannot run."""
+    """Limits of `threads` threads, integers by the instruction set `isa`, measured at every call; nothing where the CPU target
+    cannot run."""
 
     threads: int
+    isa: str | None
     read: list[float] = field(default_factory=list)
     integer: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
         if targets.load("cpu").refusal() is None:
-            # Imported here: where this target cannot run, these modules cannot be imported.
+            # Imported here: where this target cannot run, this module cannot be imported.
             from edgeq.targets.cpu import probes
-            from edgeq.targets.cpu.choose_isa import choose
 
             self.read.append(probes.read_bandwidth(self.threads, refresh=True))
-            self.integer.append(probes.integer_peak(choose()[0], self.threads, refresh=True))
+            self.integer.append(probes.integer_peak(instructions(self.isa), self.threads, refresh=True))
 
 
 def configuration(shape: str) -> ModelConfig:
@@ -121,6 +126,14 @@ def text(head: str, rows: list[Row], left_out: dict[str, str]) -> str:
     return "\n\n".join([*parts, *listed("Settings", settings), *listed("Left out", left_out)])
 
 
+def instructions(isa: str | None) -> Isa:
+    """The instruction set of a name, None: the best that this processor has.  UnsupportedError: it cannot run here."""
+    # Imported here: where the CPU target cannot run, this module cannot be imported.
+    from edgeq.targets.cpu.choose_isa import choose
+
+    return choose(isa)[0]
+
+
 def numbers(value: str) -> list[int]:
     """Numbers of threads.  InputError: something else."""
     parts = value.split(",")
@@ -155,6 +168,7 @@ def see(
     only: str | None,
     peer_python: str,
     work: Path | None,
+    isa: str | None,
 ) -> None:
     """Measure pictures; prints a table."""
     if SHAPES[shape].tower is None:
@@ -174,6 +188,7 @@ def see(
             lambda peer: sys.executable if peer == "edgeq" else peer_python,
             report,
             PeerError,
+            isa,
         )
         lines = contest.run(wanted, threads, rounds)
     loads = " to ".join("/".join(f"{x:.1f}" for x in load) for load in (before, os.getloadavg()))
@@ -210,6 +225,12 @@ def see(
 @click.option(
     "--target", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="What the competitors run on."
 )
+@click.option(
+    "--isa",
+    metavar="NAME",
+    help="Instruction set of edgeq's kernels on the cpu, such as avx2, beside runtimes built for it.  "
+    "[default: the fastest here]",
+)
 @click.option("-t", "--threads", metavar="N,N", help="Numbers of threads, such as 1,2.  [default: all cores]")
 @click.option(
     "-p", "--prompt", type=click.IntRange(1, MAX_TOKENS), default=512, show_default=True, help="Tokens of the prompt."
@@ -235,6 +256,7 @@ def main(
     images: tuple[tuple[int, int], ...] | None,
     layers: int | None,
     target: str,
+    isa: str | None,
     threads: str | None,
     prompt: int,
     tokens: int,
@@ -249,11 +271,16 @@ def main(
         raise InputError("--model: leave out --shape, --image and --layers; the file has a shape of its own")
     if model and not is_gguf(model):
         raise InputError(f"--model {model}: not a GGUF file, which is what edgeq and llama.cpp both read")
+    if isa:
+        if target != "cpu":
+            raise InputError("--isa: of --target cpu alone; leave it out")
+        instructions(isa)
     if images:
         if as_json:
             raise InputError("--json is not there with --image; leave it out")
         count = numbers(threads or str(machine.cpu().cores))[0]
-        see(shape or "qwen2-vl-2b", layers, images, count, rounds=repetitions, only=only, peer_python=peer_python, work=work)
+        python, shape = peer_python, shape or "qwen2-vl-2b"
+        see(shape, layers, images, count, rounds=repetitions, only=only, peer_python=python, work=work, isa=isa)
         return
     shape = shape or "llama-3.2-1b"
     if SHAPES[shape].tower or layers:
@@ -265,11 +292,11 @@ def main(
         config = ModelFile.open(converted(model)).metadata.config if model else configuration(shape)
         folder = (work or machine.cache_folder() / "peers").resolve()
         with progress() as report:
-            contest = Contest(config, folder, peer_python, prompt, tokens, report, model.resolve() if model else None)
+            contest = Contest(config, folder, peer_python, prompt, tokens, report, model.resolve() if model else None, isa)
             found = contest.find(names)
             sizes = contest.build(found)
             before, entries = os.getloadavg(), list[Entry]()
-            limits = {n: Limits(n) for n in counts}
+            limits = {n: Limits(n, isa) for n in counts}
             for n in counts:
                 here = [Entry(variant, n, sizes[variant.name]) for variant in found if variant.name in sizes]
                 contest.compete(here, repetitions, limits[n].measure if target == "cpu" else lambda: None)

@@ -154,6 +154,7 @@ class Contest:
     """One run of the tool.
 
     model       a published GGUF file that all run as it is; None: the random model of `config`
+    isa         instruction set of edgeq's kernels; None: the best that this processor has
     versions    of the peers that are there; `left_out` has the reason of each peer or variant that is not
     """
 
@@ -164,6 +165,7 @@ class Contest:
     steps: int
     report: Report
     model: Path | None = None
+    isa: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -228,7 +230,7 @@ class Contest:
         folder, context = str(self.folder(variant)), self.prompt + self.steps + 1
         with process(self.python(variant.peer)) as worker:
             names = {"do": "load", "variant": variant.name, "config": config, "folder": folder}
-            loaded = worker.ask(**names, threads=entry.threads, context=context)
+            loaded = worker.ask(**names, threads=entry.threads, context=context, isa=self.isa)
             ready = perf_counter() - worker.started
             # Another prompt than the one that is timed: a peer may keep what it has computed for a beginning it has seen.
             worker.ask(do="run", prompt=self._prompt(1), steps=min(WARM_UP_STEPS, self.steps))

@@ -28,17 +28,17 @@ def build(checkpoint: Path, folder: Path) -> None:
         raise ValueError(made.stderr.strip().splitlines()[-1])
 
 
-def load(folder: Path, threads: int, most_patches: int) -> Edgeq:
-    return Edgeq(folder / NAME, threads, most_patches)
+def load(folder: Path, threads: int, most_patches: int, isa: str | None) -> Edgeq:
+    return Edgeq(folder / NAME, threads, most_patches, isa)
 
 
 class Edgeq:
     """A loaded model; see `Viewer`."""
 
-    def __init__(self, path: Path, threads: int, most_patches: int) -> None:
+    def __init__(self, path: Path, threads: int, most_patches: int, isa: str | None) -> None:
         tokens = most_patches // 4
         self._model = import_module("edgeq.runtime").Model.load(
-            path, mode="a8", threads=threads, threads_prefill=threads, image_tokens=tokens, context=2 * tokens
+            path, mode="a8", threads=threads, threads_prefill=threads, isa=isa, image_tokens=tokens, context=2 * tokens
         )
         target = targets.load("cpu")
         self._tower = Tower(self._model.file, target, self._model.program.options, most_patches)

@@ -107,7 +107,7 @@ class Edgeq:
 
     def __init__(self, path: Path, variant: Variant, threads: int, context: int) -> None:
         model, on_gpu = import_module("edgeq.runtime").Model, variant.target == "cuda"
-        options = {} if on_gpu else {"threads": threads, "threads_prefill": threads}
+        options = {} if on_gpu else {"threads": threads, "threads_prefill": threads, "isa": variant.isa}
         self._model = model.load(path, target=variant.target, mode=variant.mode, context=context, **options)
         self.settings = self._model.description
         self.read_bandwidth = self._model.program.read_bandwidth(refresh=True) if on_gpu else None

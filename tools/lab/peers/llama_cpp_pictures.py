@@ -128,7 +128,7 @@ def _build_decoder(weights: Checkpoint, path: Path) -> None:
     finish(writer)
 
 
-def load(folder: Path, threads: int, most_patches: int) -> LlamaCpp:
+def load(folder: Path, threads: int, most_patches: int, isa: str | None) -> LlamaCpp:
     return LlamaCpp(folder, threads, most_patches // 4 + CONTEXT_BESIDE)
 
 

@@ -79,7 +79,7 @@ def build(checkpoint: Path, folder: Path) -> None:
     import_module("openvino").save_model(Tower(Checkpoint(checkpoint)).model(), str(folder / NAME), compress_to_fp16=True)
 
 
-def load(folder: Path, threads: int, most_patches: int) -> OpenVino:
+def load(folder: Path, threads: int, most_patches: int, isa: str | None) -> OpenVino:
     return OpenVino(folder / NAME, threads)
 
 

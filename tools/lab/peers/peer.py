@@ -31,6 +31,7 @@ class Variant:
     mode       type of activations, or another setting of the peer
     target     what it runs on: only variants of one target run beside each other
     published  runs a model file that was published, as it is, instead of the random model; `group` and `head_bits` are 0
+    isa        instruction set of edgeq's kernels on `cpu`; None: the best that this processor has
     """
 
     name: str
@@ -41,6 +42,7 @@ class Variant:
     mode: str
     target: str = "cpu"
     published: bool = False
+    isa: str | None = None
 
 
 @dataclass(frozen=True)

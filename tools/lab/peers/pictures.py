@@ -52,7 +52,9 @@ class PicturePeer(Protocol):
 
     def build(self, checkpoint: Path, folder: Path) -> None: ...
 
-    def load(self, folder: Path, threads: int, most_patches: int) -> Viewer: ...
+    def load(self, folder: Path, threads: int, most_patches: int, isa: str | None) -> Viewer:
+        """`isa`: the instruction set of edgeq's kernels, None: the best that this processor has; others are built for one."""
+        ...
 
 
 def module(peer: str) -> PicturePeer:
@@ -115,6 +117,7 @@ class PictureContest:
     python: Callable[[str], str]
     report: Callable[[float, float, str], None]
     error: type[Exception]
+    isa: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -149,7 +152,7 @@ class PictureContest:
         patches = max(width * height for width, height in self.sizes) // PATCH**2
         with self.process(self.python(line.peer)) as worker:
             names = {"do": "load_pictures", "peer": line.peer, "folder": str(self.folder(line.peer))}
-            line.settings = worker.ask(**names, threads=line.threads, patches=patches)
+            line.settings = worker.ask(**names, threads=line.threads, patches=patches, isa=self.isa)
             # The first run allocates and, in some peers, compiles for the size.
             worker.ask(do="see", size=line.size)
             line.seconds.append(Seconds(**worker.ask(do="see", size=line.size)))

@@ -3,14 +3,14 @@
 {"do": "version", "peer": NAME}
 {"do": "build", "variant": NAME, "config": JSON, "folder": PATH}
 {"do": "take", "peer": NAME, "model": PATH, "folder": PATH}
-{"do": "load", "variant": NAME, "config": JSON, "folder": PATH, "threads": N, "context": N}
+{"do": "load", "variant": NAME, "config": JSON, "folder": PATH, "threads": N, "context": N, "isa": NAME}
 {"do": "run", "prompt": [TOKEN ...], "steps": N}
 
 and, of models that see (pictures.py):
 
 {"do": "version_pictures", "peer": NAME}
 {"do": "build_pictures", "peer": NAME, "checkpoint": PATH, "folder": PATH}
-{"do": "load_pictures", "peer": NAME, "folder": PATH, "threads": N, "patches": N}
+{"do": "load_pictures", "peer": NAME, "folder": PATH, "threads": N, "patches": N, "isa": NAME}
 {"do": "see", "size": [WIDTH, HEIGHT]}
 
 An answer is {"result": ...} or {"error": "..."}.  Everything that the peer prints goes to standard error, even what its
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -57,6 +57,7 @@ class Worker:
         # The time of the import is not part of loading a model.
         peer.version()
         began = perf_counter()
+        variant = replace(variant, isa=request.get("isa"))
         self._runner = peer.load(config, variant, folder, request["threads"], request["context"])
         # A GPU is measured by the process that runs on it.
         bandwidth = getattr(self._runner, "read_bandwidth", None)
@@ -72,7 +73,7 @@ class Worker:
         folder = Path(request["folder"])
         if do == "build_pictures":
             return peer.build(Path(request["checkpoint"]), folder)
-        self._viewer = peer.load(folder, request["threads"], request["patches"])
+        self._viewer = peer.load(folder, request["threads"], request["patches"], request.get("isa"))
         return self._viewer.settings
 
 
