@@ -74,15 +74,22 @@ def read_lines() -> Kernel:
 
 CHAINS = 12
 """Independent sums: more than latency times units of any processor here, few enough for sixteen registers."""
+CHUNK_CHAINS = 6
+"""The same where each has a sum of 16 bits beside that of 32."""
 ROUNDS = 64
 PROBED_BITS = 4
 """Bits of the weights that are multiplied."""
 
 
+def chains(isa: Isa) -> int:
+    """Independent sums of a measurement."""
+    return CHUNK_CHAINS if by_chunks(isa) else CHAINS
+
+
 @literal_intrinsic
 def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) -> Any:
-    """repeat x ROUNDS x CHAINS dot products of all lanes x 4 channels in registers; the sums go to `out`.  Where an instruction
-    set takes panels, of 32 channels.
+    """repeat x ROUNDS x `chains` dot products of all lanes x 4 channels in registers; the sums go to `out`.  Where an
+    instruction set takes panels, of 32 channels.
 
     Literals: isa, an index; pairs, 1: twice the work, as winograd.py does it, by two dot products or one with two additions.
     """
@@ -90,7 +97,7 @@ def multiply_integers(typing: Any, isa: Any, pairs: Any, repeat: Any, out: Any) 
     sums = ir.VectorType(I32, chosen.lanes)
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        slots = [cgutils.alloca_once(b, sums) for _ in range(CHAINS)]
+        slots = [cgutils.alloca_once(b, sums) for _ in range(chains(chosen))]
         for i, slot in enumerate(slots):
             b.store(constant(sums, i), slot)
         with cgutils.for_range(b, b.mul(args[2], ir.Constant(ir.IntType(64), ROUNDS))) as loop:
@@ -132,9 +139,9 @@ def _multiply_chunk(b: Any, isa: Isa, token: Any, slots: list[Any], twice: bool)
     assert not twice
     weights = [opaque(b, constant(ir.VectorType(I8, 4 * isa.lanes), 3 + i)) for i in range(2)]
     for start in range(0, QUADS, isa.run(PROBED_BITS)):
-        totals: list[Any] = [None] * CHAINS
+        totals: list[Any] = [None] * len(slots)
         for _ in range(start, min(start + isa.run(PROBED_BITS), QUADS)):
-            for i in range(0, CHAINS, 2):
+            for i in range(0, len(slots), 2):
                 value = opaque(b, token)
                 for k in range(2):
                     totals[i + k] = opaque(b, isa.pairs16(b, totals[i + k], weights[k], value))
@@ -248,7 +255,7 @@ def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = Fal
         return statistics.median(passes), share >= ALONE
 
     by_tiles = isa.matrix_unit and not dots
-    kind = "matrix_peak" if by_tiles else "octets_peak" if isa.octets else "panel_peak" if by_chunks(isa) else "integer_peak"
+    kind = "matrix_peak" if by_tiles else "octets_peak" if isa.octets else "chunk_peak" if by_chunks(isa) else "integer_peak"
     return measured(f"{kind} {isa.name}", threads, measure, refresh, largest=True)
 
 
@@ -289,7 +296,7 @@ def _product_rates(isa: Isa, pairs: bool, threads: int, repeat: int, seconds: fl
     results, count = zeros(64 * threads), np.array([repeat], np.int64)
     args = MultiplyArgs(rows=count.ctypes.data, results=results.ctypes.data)
     table = np.array([args.record(address(multiply, index, int(pairs)), threads)], np.int64)
-    work = 2.0 * 4 * isa.lanes * CHAINS * ROUNDS * repeat * threads * (2 if isa.octets else QUADS if by_chunks(isa) else 1)
+    work = 2.0 * 4 * isa.lanes * chains(isa) * ROUNDS * repeat * threads * (2 if isa.octets else QUADS if by_chunks(isa) else 1)
     return _rates_and_share(table, threads, work, seconds)
 
 
