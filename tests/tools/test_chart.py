@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from edgeq.tools.quality.chart import MAX_TICKS, QualityPoint, _Axis, chart
+from edgeq.tools.quality.chart import ASCENT, BOTTOM, CHARACTER, HEIGHT, LEFT, MAX_TICKS, WIDTH, QualityPoint, _Axis, chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 POINTS = [
@@ -43,3 +43,17 @@ def test_ticks_are_round_and_few(low: float, high: float) -> None:
 
 def test_a_panel_without_points_says_so() -> None:
     assert "nothing to show" in chart({"code": []}, "nats")
+
+
+def test_labels_keep_off_each_other_and_inside() -> None:
+    """Marks so close that labels on one side of all of them would lie on one another."""
+    series = {"a": [(59.9, 0.224), (61.7, 0.207), (90, 0.02)], "b": [(59.9, 0.75), (62.2, 0.9), (89, 0.021)]}
+    points = [QualityPoint(name, f"IQ3_{i}XS", *spot) for name, spots in series.items() for i, spot in enumerate(spots)]
+    root = ElementTree.fromstring(chart({"code": points}, "nats"))
+    labels = [e for e in root.iter(f"{SVG}text") if e.attrib.get("font-size") == "11"]
+    boxes = [(float(e.attrib["x"]), float(e.attrib["y"]), CHARACTER * len(e.text or "")) for e in labels]
+    assert len(boxes) == 6
+    for x, y, width in boxes:
+        assert x >= LEFT and x + width <= WIDTH and y <= HEIGHT - BOTTOM
+        others = [box for box in boxes if box != (x, y, width)]
+        assert all(x + width <= a or a + other <= x or abs(y - b) >= ASCENT for a, b, other in others)

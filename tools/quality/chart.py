@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 76, 50, 36, 56, 18
@@ -18,6 +19,8 @@ COLORS = ("#3b82c4", "#d9722b", "#1f9d77", "#c4709f", "#b58a00", "#4aa3c7", "#8a
 FACTORS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))
 """Ticks of a decade, the first of these that are not too many for the axis."""
 MAX_TICKS = 10
+CHARACTER, ASCENT = 6.3, 9
+"""Width and height of a character of a label, about."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +94,59 @@ def _panel(title: str, points: Sequence[QualityPoint], colors: Mapping[str, str]
     yield _text((LEFT + right) / 2, HEIGHT - 16, "MB read per token", "middle")
     middle = (TOP + bottom) / 2
     yield _text(18, middle, y_label, "middle", f'transform="rotate(-90 18 {middle:g})"')
-    for place, (series, color) in enumerate(colors.items()):
-        own = sorted((p for p in points if p.series == series), key=lambda p: p.megabytes)
-        path = " ".join(f"{x(p.megabytes):.1f},{y(p.kl):.1f}" for p in own)
+    curves = {name: sorted((p for p in points if p.series == name), key=lambda p: p.megabytes) for name in colors}
+    marks = {name: [(x(p.megabytes), y(p.kl)) for p in own] for name, own in curves.items()}
+    taken = [place for places in marks.values() for place in _along(places)]
+    for i, (series, color) in enumerate(colors.items()):
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in marks[series])
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-        for p in own:
+        for p, (a, b) in zip(curves[series], marks[series], strict=True):
             about = f"<title>{escape(p.about)}</title>" if p.about else ""
-            yield f'<circle cx="{x(p.megabytes):.1f}" cy="{y(p.kl):.1f}" r="4" fill="{color}">{about}</circle>'
+            yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{color}">{about}</circle>'
             if p.label:
-                # On the right half the label would leave the picture.
-                side, anchor = (-8, "end") if x(p.megabytes) > 0.6 * WIDTH else (8, "start")
-                below = 14 if anchor == "end" else -6
-                yield _text(x(p.megabytes) + side, y(p.kl) + below, p.label, anchor, f'fill="{color}" font-size="11"')
-        row = HEIGHT + LEGEND * place
+                label = min(_beside(a, b, p.label), key=lambda label: label.covers(taken))
+                taken += label.corners()
+                yield _text(label.x, label.y, p.label, "start", f'fill="{color}" font-size="11"')
+        row = HEIGHT + LEGEND * i
         yield f'<rect x="{LEFT}" y="{row - 8}" width="10" height="8" fill="{color}"/>'
         yield _text(LEFT + 16, row, series, "start")
+
+
+@dataclass(frozen=True)
+class _Label:
+    """Where a label may stand: its lower left corner and its width."""
+
+    x: float
+    y: float
+    width: float
+
+    def covers(self, taken: Sequence[tuple[float, float]]) -> int:
+        """How many of these places it covers, or would if it left the picture."""
+        if self.x < LEFT or self.x + self.width > WIDTH or self.y > HEIGHT - BOTTOM:
+            return len(taken)
+        return sum(self.x - 2 < a < self.x + self.width + 2 and self.y - ASCENT - 1 < b < self.y + 3 for a, b in taken)
+
+    def corners(self) -> list[tuple[float, float]]:
+        """Places all over it."""
+        return [(self.x + self.width * i / 8, self.y - ASCENT * j / 2) for i in range(9) for j in range(3)]
+
+
+def _beside(x: float, y: float, text: str) -> Iterator[_Label]:
+    """Where the label of a mark may stand, the best first."""
+    width = CHARACTER * len(text)
+    for low in (-7, 15):
+        for left in (x + 7, x - 7 - width, x - width / 2):
+            yield _Label(left, y + low, width)
+    for left in (x + 9, x - 9 - width):
+        yield _Label(left, y + 4, width)
+
+
+def _along(places: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Marks, and places on the lines between them."""
+    yield from places
+    for (a, b), (c, d) in pairwise(places):
+        steps = max(1, round(math.hypot(c - a, d - b) / 4))
+        yield from ((a + (c - a) * i / steps, b + (d - b) * i / steps) for i in range(1, steps))
 
 
 def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
