@@ -16,7 +16,7 @@ def refused(result: Result | subprocess.CompletedProcess[str], *words: str, code
     found = result.exit_code if isinstance(result, Result) else result.returncode
     assert found == code, (found, result.stderr)
     lines = result.stderr.splitlines()
-    while begun and lines[0].startswith(("rtn: a file of", "layer ")):
+    while begun and lines[0].startswith(("rtn: a file of", "without --method ", "layer ")):
         del lines[0]
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
     assert not result.stdout or json.loads(result.stdout) == {"error": lines[0].removeprefix("error: "), "exit_code": code}

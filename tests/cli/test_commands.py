@@ -19,8 +19,8 @@ def test_convert_says_size_bits_and_whether_a_device_can_hold_it(edgeq: Run, tin
     out = tmp_path / "a.edgeq"
     result = edgeq("convert", tiny_llama, "-o", out, "--bits", 3, "--group-size", 32, "--sym", "--for", "raspberry-pi-5")
     assert result.exit_code == 0 and result.stdout == ""
-    planned, device, *layers, size = result.stderr.strip().splitlines()
-    assert planned.startswith("rtn: a file of at most ") and len(layers) == 6
+    planned, device, quick, *layers, size = result.stderr.strip().splitlines()
+    assert planned.startswith("rtn: a file of at most ") and quick.startswith("without --method ") and len(layers) == 6
     assert "bits per weight" in size and size.startswith(str(out))
     assert device.startswith("raspberry-pi-5: 0.31 GB with a context of 1024 fits in")
     facts = objects(edgeq("inspect", out, "--json"))

@@ -70,11 +70,11 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(edgeq: Run, tiny_ll
     out = tmp_path / "a.edgeq"
     words = edgeq("convert", tiny_llama, "-o", out, "--dry-run", "--for", "raspberry-pi-5")
     assert words.exit_code == 0 and not words.stderr and not list(tmp_path.iterdir())
-    size, device = words.stdout.splitlines()
+    size, device, quick = words.stdout.splitlines()
     assert re.search(
         r"at most [\d.]+ MB, 4.58 bits per weight, [\d.]+ MB read per token; converting needs up to [\d.]+ GB", size
     )
-    assert "fits in" in device and "tokens per second" in device
+    assert "fits in" in device and "tokens per second" in device and quick.startswith("without --method ")
     facts = json.loads(edgeq("convert", tiny_llama, "--dry-run", "--json", "--for", "raspberry-pi-5").stdout)
     made = json.loads(edgeq("convert", tiny_llama, "-o", out, "--json", "--for", "raspberry-pi-5").stdout)
     assert facts["device"]["fits"] and facts["device"]["tokens_per_second"] > 0 and facts["memory_bytes"] > 0

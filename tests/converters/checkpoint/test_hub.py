@@ -39,7 +39,7 @@ def test_without_a_terminal_a_download_has_a_few_lines_and_nothing_of_tqdm(hub: 
     lines = found.stderr.splitlines()
     progress = [line for line in lines if line.startswith("downloading owner/model: ")]
     assert 1 <= len(progress) <= 24 and re.fullmatch(r".*: ([\d.]+) of \1 MB", progress[-1]), found.stderr
-    kinds = ("downloading ", "rtn: a file", "layer ", str(tmp_path))
+    kinds = ("downloading ", "rtn: a file", "without --method ", "layer ", str(tmp_path))
     assert all(line.startswith(kinds) for line in lines), found.stderr
     # Again: everything is in the cache, and the file is there.
     again = convert(hub, tmp_path)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from edgeq.converters.calibration.moments import Moments
 from edgeq.converters.convert import ConvertOptions, convert, preflight
 from edgeq.converters.methods.awq import clip_limits
+from edgeq.converters.planning.plan import QUICK
 from edgeq.converters.rounding import quantizer
 from edgeq.converters.rounding.columns import factorize, quantize_matrix
 from edgeq.converters.rounding.linears import Recipe
@@ -256,6 +257,7 @@ def test_without_a_group_size_the_largest_that_divides_is_taken(checkpoint: Call
         "head": 64,
     }
     assert lines == [
+        QUICK,
         "qkv, o, gate_up: group size 128 does not divide 192 input channels: groups of 64",
         "down: group size 128 does not divide 172 input channels: groups of 128, the last group of each output channel has 44",
     ]
@@ -265,14 +267,14 @@ def test_without_a_group_size_the_largest_that_divides_is_taken(checkpoint: Call
 
 def test_a_group_size_asked_for_is_kept(checkpoint: Callable[..., Path]) -> None:
     folder = str(checkpoint("llama_gqa", intermediate_size=288))
-    plan = preflight(folder, ConvertOptions(group_size=64))
+    plan = preflight(folder, ConvertOptions(method="rtn", group_size=64))
     assert {linear.weights[0].codec.group_size for name, linear in plan.contents.linears.items() if name != "head"} == {64}
     assert plan.notes() == [
         "down: group size 64 does not divide 288 input channels: groups of 64, the last group of each output channel has 32"
     ]
     assert (
-        not preflight(folder, ConvertOptions(group_size=32)).notes()
-        and not preflight(folder, ConvertOptions(group_size=0)).notes()
+        not preflight(folder, ConvertOptions(method="rtn", group_size=32)).notes()
+        and not preflight(folder, ConvertOptions(bits=8, group_size=0)).notes()
     )
 
 
