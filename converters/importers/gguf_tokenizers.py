@@ -12,8 +12,9 @@ bert    WordPiece: the longest token that a word begins with, and so on; in lowe
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgeq.converters.importers.gguf_vocabulary import (
@@ -78,6 +79,7 @@ SPLITS = {
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
     "exaone4": _GPT2,
+    "roberta-bpe": _GPT2,
     "falcon": Split(split_patterns.GPT2, threes=True),
     "mpt": Split(split_patterns.GPT2, composed=True),
     "modern-bert": Split(split_patterns.GPT2, composed=True),
@@ -106,8 +108,12 @@ SPLITS = {
     "tekken": Split(split_patterns.TEKKEN, whole=True, add_bos=True),
     "gpt-4o": Split(split_patterns.GPT4O),
     "llama4": Split(split_patterns.GPT4O),
+    "granite-embed-multi-97m": Split(split_patterns.GPT4O, whole=True),
 }
 """Name in `tokenizer.ggml.pre` -> how the text is split."""
+OF_PIECES = ("granite-embed-multi-311m",)
+"""Names of tokenizers that split nothing before: Gemma's, of characters, in files that call them byte-level all the same."""
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def tokenizer_json(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
@@ -131,11 +137,17 @@ def tokenizer_json(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> J
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> Json:
     name = metadata.get(f"{PREFIX}pre")
-    if not isinstance(name, str) or name not in SPLITS:
+    if not isinstance(name, str) or name not in (*SPLITS, *OF_PIECES):
+        supported = ", ".join((*SPLITS, *OF_PIECES))
         raise CheckpointError(
-            f"{PREFIX}pre is {name!r:.80}, a way to split texts that is not known here; supported: {', '.join(SPLITS)}; "
-            f"{OTHER_SOURCE}"
+            f"{PREFIX}pre is {name!r:.80}, a way to split texts that is not known here; supported: {supported}; {OTHER_SOURCE}"
         )
+    if name in OF_PIECES:
+        # llama.cpp's converter calls tokens of bytes ordinary ones there.
+        kinds = [
+            BYTE if _BYTE.fullmatch(token) else kind for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+        ]
+        return _of_pieces(replace(vocabulary, kinds=kinds), vocabulary.merges, spaced=False) | {"add_bos": False}
     split = SPLITS[name]
     splits: list[Json] = [{"type": "Digits", "individual_digits": True}] if split.digits else []
     splits += [{"type": "Punctuation", "behavior": "Contiguous"}] if split.threes else []
@@ -167,10 +179,10 @@ def _of_pieces(vocabulary: GgufVocabulary, merges: Any, spaced: bool) -> Json:
     """A BPE over characters, spaces made visible;  spaced: a text gets one before it."""
     prefix = [{"type": "Prepend", "prepend": SPACE}] if spaced else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    show = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     restore = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     return {
-        "normalizer": _sequence("normalizers", [*prefix, replace]),
+        "normalizer": _sequence("normalizers", [*prefix, show]),
         "decoder": _sequence("decoders", [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]),
         "model": _bpe(vocabulary, merges, unknown=vocabulary.literal("unknown")),
         "add_bos": True,
@@ -295,7 +307,7 @@ def _check_scores(vocabulary: GgufVocabulary) -> None:
     if not vocabulary.scores:
         raise CheckpointError(f"{PREFIX}scores is missing: SentencePiece needs the score of each token")
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
-        if kind == BYTE and not (len(token) == 6 and token.startswith("<0x") and token.endswith(">")):
+        if kind == BYTE and not _BYTE.fullmatch(token):
             raise CheckpointError(f"{PREFIX}tokens: {token[:80]!r} is said to be a byte; expected <0x00> to <0xFF>")
 
 

@@ -19,6 +19,8 @@ from edgeq.network.pooling import DenseLayer, Pooling
 
 KINDS = {"full_attention", "sliding_attention"}
 NORMS = ("input_layernorm", "post_attention_layernorm")
+ACTIVATIONS = ("gelu", "silu")
+"""The second is that of Granite Embedding."""
 
 
 def modernbert_settings(values: Values) -> dict[str, Any]:
@@ -26,8 +28,9 @@ def modernbert_settings(values: Values) -> dict[str, Any]:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if hidden % heads:
         raise FormatError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if values["hidden_activation"] != "gelu":
-        raise UnsupportedError(f"hidden_activation {values['hidden_activation']!r:.80} is not supported; supported: gelu")
+    if values["hidden_activation"] not in ACTIVATIONS:
+        found = f"{values['hidden_activation']!r:.80}"
+        raise UnsupportedError(f"hidden_activation {found} is not supported; supported: {', '.join(ACTIVATIONS)}")
     by_type = values["rope_parameters"] or {}
     if not isinstance(by_type, dict) or not set(by_type) <= KINDS:
         raise FormatError(f"rope_parameters is {by_type!r:.80}; expected one object for each of the layer_types")

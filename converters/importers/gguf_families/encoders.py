@@ -12,6 +12,8 @@ from edgeq.errors import UnsupportedError
 SEGMENTS = "token_types.weight"
 SCORE, POOLER = "cls.output.weight", "cls.weight"
 """The last layer of a reranker, and the one before it."""
+SCORED = {1: "mean", 2: "cls"}
+"""Values of `classifier.pooling_type`."""
 WINDOWS_PERIOD = 3
 """llama.cpp's own, for files of ModernBERT that do not say in which layers a token sees all: the first of three."""
 
@@ -32,13 +34,18 @@ def sees_both_ways(keys: GgufKeys) -> None:
 
 
 def modern_bert(keys: GgufKeys) -> Settings:
-    """llama.cpp stores no activation: published models have this one.  It halves the window, as the checkpoints do."""
+    """Files that name no activation are older than models with another.  llama.cpp halves the window, as the checkpoints do."""
     sees_both_ways(keys)
+    # That of rerankers, which files of others have too.
+    keys.value("classifier.pooling_type")
     # llama.cpp's converter writes it beside the epsilon of the norms that there are.
     keys.only("attention.layer_norm_rms_epsilon", keys.number("attention.layer_norm_epsilon"))
+    activation = keys.value("hidden_activation", "gelu")
+    if not isinstance(activation, str):
+        raise keys.wrong("hidden_activation", activation, "a name")
     local, everywhere = windows(keys, WINDOWS_PERIOD, first=True), keys.number("rope.freq_base", 10000.0)
     return {
-        "hidden_activation": "gelu",
+        "hidden_activation": activation,
         # Nothing has a window of one where no layer has any.
         "local_attention": local["sliding_window"] or 1,
         "layer_types": local.get("layer_types") or ["full_attention"] * keys.layers(),
@@ -48,8 +55,12 @@ def modern_bert(keys: GgufKeys) -> Settings:
 
 
 def modern_bert_reranker(keys: GgufKeys) -> Settings:
-    """llama.cpp stores no pooling of the states: it takes their mean."""
-    return modern_bert(keys) | scores(keys) | {"classifier_pooling": "mean", "classifier_bias": "cls.bias" in keys.shapes}
+    """Files that do not say of which states a score is made are of models that take their mean."""
+    found = keys.integer("classifier.pooling_type", 1)
+    if found not in SCORED:
+        raise keys.wrong("classifier.pooling_type", found, " or ".join(map(str, SCORED)))
+    pooling = {"classifier_pooling": SCORED[found], "classifier_bias": "cls.bias" in keys.shapes}
+    return modern_bert(keys) | scores(keys) | pooling
 
 
 def rows_of(keys: GgufKeys, matrix: str) -> int:

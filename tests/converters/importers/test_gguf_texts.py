@@ -18,6 +18,7 @@ from transformers import (
     GPTNeoXTokenizer,
     Qwen2Tokenizer,
     Qwen3_5Tokenizer,
+    RobertaTokenizer,
 )
 
 from edgeq.converters.checkpoint.download import HubAccess
@@ -144,6 +145,8 @@ def generation(folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         ("falcon", "ab 123", [14, 9, 16]),
         ("falcon", "112312", [6, 15, 8, 15]),
         ("gpt-2", "112312", [6, 16, 15]),
+        ("roberta-bpe", "123  ab", [16, 9, 17]),
+        ("granite-embed-multi-97m", "1212 ab", [15, 6, 7, 17]),
         # U+0301 after an "a" is one character in NFC, whose bytes C3 A1 are not in this vocabulary but for the first.
         ("qwen2", "a\u0301", [13]),
         ("gpt-2", "a\u0301", [4, 19]),
@@ -156,7 +159,7 @@ def test_byte_level_texts_are_split_as_the_file_names_it(pre: str, text: str, ex
 @pytest.mark.parametrize(
     ("pre", "theirs"),
     [("gpt-2", GPT2Tokenizer), ("mpt", GPTNeoXTokenizer), ("command-r", CohereTokenizer), ("qwen2", Qwen2Tokenizer)]
-    + [("qwen35", Qwen3_5Tokenizer)],
+    + [("qwen35", Qwen3_5Tokenizer), ("roberta-bpe", RobertaTokenizer)],
 )
 def test_texts_are_split_as_by_the_class_of_transformers(pre: str, theirs: Any, tmp_path: Path) -> None:
     """Its own rules, whatever the vocabulary, on every second character of the first 12,000, and on noise."""
@@ -213,9 +216,18 @@ def test_a_gemma_4_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert tokens.decode([261, 263, 2 + 0xC3, 2 + 0xA9]) == "ab abé"
 
 
+def test_pieces_may_be_in_a_file_that_calls_them_byte_level(tmp_path: Path) -> None:
+    """Its tokens of bytes are ordinary ones."""
+    kinds = [1 if kind == 6 else kind for kind in GEMMA4["tokenizer.ggml.token_type"]]
+    named = changed(GEMMA4, model="gpt2", pre="granite-embed-multi-311m", token_type=kinds)
+    texts = ("ab ab", "abb", "aé\n\n \n", "<bos>a")
+    expected = [tokenizer(tmp_path, GEMMA4).encode(text) for text in texts]
+    assert [tokenizer(tmp_path, named).encode(text) for text in texts] == expected
+
+
 def test_a_whole_word_is_not_built_by_merges_where_the_vocabulary_is_tiktokens(tmp_path: Path) -> None:
     tokens = [*BYTES, *MERGED[:-1], "aab"]
-    for pre, expected in (("llama-bpe", [0, 20]), ("gpt-2", [4, 14])):
+    for pre, expected in (("llama-bpe", [0, 20]), ("granite-embed-multi-97m", [20]), ("gpt-2", [4, 14])):
         assert tokenizer(tmp_path, changed(BYTE_LEVEL, pre=pre, tokens=tokens)).encode("aab") == expected
 
 

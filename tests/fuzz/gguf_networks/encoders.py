@@ -15,7 +15,8 @@ BERT_ENDS |= {f"token_embd_norm.{kind}": [0, [64]] for kind in ("weight", "bias"
 SCORE = {"cls.weight": [0, [64, 64]], "cls.bias": [0, [64]], "cls.output.weight": [0, [1, 64]], "cls.output.bias": [0, [1]]}
 MODERN_KEYS = of("modern-bert", LAYER_NORM, block_count=2, feed_forward_length=96, attention__causal=False, pooling_type=1)
 MODERN_KEYS |= {"modern-bert.attention.sliding_window": 8, "modern-bert.attention.sliding_window_pattern": 2}
-MODERN_KEYS |= {"modern-bert.rope.freq_base_swa": 1e3}
+MODERN_KEYS |= {"modern-bert.rope.freq_base_swa": 1e3, "modern-bert.hidden_activation": "silu"}
+MODERN_KEYS |= {"modern-bert.classifier.pooling_type": 2}
 MODERN_LAYER = norms("ffn_norm") | matrices(8, attn_qkv=[192, 64], attn_output=[64, 64])
 MODERN_LAYER |= matrices(2, ffn_up=[192, 64], ffn_down=[64, 96])
 MODERN = norms("token_embd_norm", "output_norm") | layers(MODERN_LAYER, norms("attn_norm") | MODERN_LAYER)

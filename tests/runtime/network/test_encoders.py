@@ -244,7 +244,8 @@ def test_the_network_of_modernbert(source: Any, path: Any) -> None:
         "num_hidden_layers": 7,
     }
     config = recognise(published, pooling=Pooling("cls", True))[1]
-    assert config.sliding_windows == (0, 65, 65, 0, 65, 65, 0)
+    assert config.sliding_windows == (0, 65, 65, 0, 65, 65, 0) and config.hidden_act == "gelu"
+    assert recognise({**published, "hidden_activation": "silu"}, pooling=Pooling("cls", True))[1].hidden_act == "silu"
     assert config.local_rope is not None and (config.rope.theta, config.local_rope.theta) == (5e4, 2e3)
 
 

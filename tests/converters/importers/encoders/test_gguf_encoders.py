@@ -49,10 +49,10 @@ MAKERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "nomic_bert": (nomic_bert, {}),
     "bert_reranker": (bert_reranker, {}),
     "xlm_reranker": (xlm_reranker, {}),
-    "modernbert": (modernbert, EVERY_THIRD),
-    "modernbert_reranker": (modernbert_reranker, {**EVERY_THIRD, "classifier_bias": False}),
+    "modernbert": (modernbert, {**EVERY_THIRD, "hidden_activation": "silu"}),
+    "modernbert_reranker": (modernbert_reranker, {**EVERY_THIRD, "classifier_bias": False, "classifier_pooling": "cls"}),
 }
-"""Checkpoints with the activation that published models have, which a file does not name."""
+"""Checkpoints with the activation that published models have, which only files of ModernBERT name."""
 POOLINGS = {"bert": ("cls", 2), "xlm_roberta": ("mean", 1), "nomic_bert": ("mean", 1), "modernbert": ("mean", 1)}
 ARCHITECTURES = {"nomic_bert": "nomic-bert", "modernbert": "modern-bert", "modernbert_reranker": "modern-bert"}
 """llama.cpp's name of a family that is not of its "bert"."""
@@ -98,12 +98,14 @@ def word_pieces(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def file_of(folder: Path, path: Path, family: str, choose: Callable[[str, Any], Type] = floats, **changes: Any) -> Path:
-    """A GGUF file of a checkpoint; `changes` of its metadata."""
+    """A GGUF file of a checkpoint; `changes` of its metadata, None: without the key."""
 
     def change(keys: dict[str, Any]) -> None:
         own = ARCHITECTURES.get(family, "bert")
         keys |= {f"{own}.pooling_type": POOLINGS[family][1]} if family in POOLINGS else {}
         keys |= {key.replace("__", "."): value for key, value in changes.items()}
+        for key in [key for key, value in keys.items() if value is None]:
+            del keys[key]
 
     write_gguf(folder, path, choose, change)
     return path
@@ -193,6 +195,13 @@ def test_matrices_of_one_row_may_be_vectors(source: Any, tmp_path: Path) -> None
         assert np.array_equal(*values), name
 
 
+@pytest.mark.usefixtures("tiny_tokenizer")
+def test_an_older_file_of_a_modernbert_says_neither_activation_nor_pooling(source: Any, tmp_path: Path) -> None:
+    older = {f"modern-bert__{key}": None for key in ("hidden_activation", "classifier__pooling_type")}
+    config = plan_of(file_of(source("modernbert_reranker"), tmp_path / "m.gguf", "modernbert_reranker", **older)).method.config
+    assert config.pooling and (config.pooling.kind, config.hidden_act) == ("mean", "gelu")
+
+
 REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("bert", {"bert__attention__causal": True}, CheckpointError, "attention.causal is True; expected false"),
     ("bert", {"bert__pooling_type": 5}, CheckpointError, "pooling_type is 5; expected 0 to 4"),
@@ -203,6 +212,9 @@ REFUSED: list[tuple[str, dict[str, Any], type[EdgeqError], str]] = [
     ("modernbert", {"modern-bert__attention__layer_norm_rms_epsilon": 1e-5}, UnsupportedError, "rms_epsilon is 1e-05; supp"),
     ("modernbert", {"modern-bert__attention__sliding_window_pattern": 0}, CheckpointError, "pattern is 0; expected a posit"),
     ("modernbert", {"modern-bert__attention__causal": True}, CheckpointError, "attention.causal is True; expected false"),
+    ("modernbert", {"modern-bert__hidden_activation": "relu"}, UnsupportedError, "'relu' is not supported; supported: gelu, s"),
+    ("modernbert", {"modern-bert__hidden_activation": [1, 2]}, CheckpointError, "hidden_activation is .*; expected a name"),
+    ("modernbert_reranker", {"modern-bert__classifier__pooling_type": 3}, CheckpointError, "type is 3; expected 1 or 2"),
     ("bert", {"bert__moe_every_n_layers": 2}, UnsupportedError, "moe_every_n_layers is 2"),
 ]
 

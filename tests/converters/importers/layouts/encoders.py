@@ -36,6 +36,8 @@ def modern_bert_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """The epsilon is there by two names, of the two that a published checkpoint has it by."""
     return {
         **{f"attention.layer_norm_{kind}epsilon": config["norm_eps"] for kind in ("", "rms_")},
+        "hidden_activation": config.get("hidden_activation", "gelu"),
+        "classifier.pooling_type": {"mean": 1, "cls": 2}[config.get("classifier_pooling", "cls")],
         "attention.sliding_window": config["local_attention"],
         "attention.sliding_window_pattern": config["global_attn_every_n_layers"],
         "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
