@@ -193,6 +193,31 @@ class PatchTensor:
         return np.stack(read, 1).reshape(-1)[first - top * of_all :][:count]
 
 
+@dataclass(frozen=True)
+class FlatPatchTensor:
+    """A patch embedding [channels out, rows x columns x 3]: the colours of a pixel lie side by side, where a file has the
+    pixels of a colour.  Read in floats, as the other.
+    """
+
+    stored: GgufTensor
+    codec: ClassVar[None] = None
+
+    @property
+    def dtype(self) -> str:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stored.shape[0], math.prod(self.stored.shape[1:]))
+
+    def read(self, first: int, count: int, name: str) -> NDArray[np.float32]:
+        """`count` values, row-major, after the `first` ones."""
+        width, colours = self.shape[1], self.stored.shape[1]
+        top, bottom = first // width, -(-(first + count) // width)
+        read = self.stored.read(top * width, (bottom - top) * width, name).reshape(bottom - top, colours, -1)
+        return read.swapaxes(1, 2).reshape(-1)[first - top * width :][:count]
+
+
 def bytes_of(shape: tuple[int, ...], kind: int) -> int | None:
     """Bytes of a tensor in a file; None: its rows are no whole blocks, or it is a vector, which no program quantizes."""
     columns = shape[-1] if len(shape) > 1 else 1

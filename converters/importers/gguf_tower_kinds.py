@@ -14,6 +14,7 @@ from edgeq.converters.importers.gguf_keys import GgufKeys, Settings
 from edgeq.converters.importers.gguf_settings import rope_sections
 from edgeq.converters.importers.gguf_tensors import GgufTensor
 from edgeq.errors import CheckpointError
+from edgeq.network.config import MAX_VISION_SIZES
 from edgeq.network.stack import MAX_SIZES
 
 CLASS, POSITIONS, SECOND = "v.class_embd", "v.position_embd.weight", "mm.2.weight"
@@ -67,12 +68,19 @@ class TowerFile:
             raise CheckpointError(f"{self.keys.place}: tensor {name} is {found}; expected a matrix: the file is incomplete")
         return tensor.shape
 
-    def activation(self, gelu: str = "gelu") -> str:
-        """By two keys, of which at most one is true; neither: the quick one.  `gelu`: which one that name means."""
+    def activation(self, gelu: str = "gelu", neither: str = "quick_gelu") -> str:
+        """By two keys, of which at most one is true.  `gelu`: which one that name means;  neither  if none is true."""
         use = {name: self.keys.flag(f"use_{name}", False) for name in ("gelu", "silu")}
         if all(use.values()):
             raise self.keys.wrong("use_silu", True, "false, as clip.use_gelu is true")
-        return gelu if use["gelu"] else "silu" if use["silu"] else "quick_gelu"
+        return gelu if use["gelu"] else "silu" if use["silu"] else neither
+
+    def merge(self, default: int, most: int = MAX_VISION_SIZES["merge"]) -> int:
+        """Patches that are joined to a side;  default: where the file does not say it."""
+        found = self.keys.integer("vision.projector.scale_factor", default)
+        if not 1 <= found <= most:
+            raise self.keys.wrong("vision.projector.scale_factor", found, f"an integer from 1 to {most}")
+        return found
 
     def check(self, key: str, expected: int) -> None:
         """CheckpointError: the key is there and says something else than the tensors."""
@@ -103,6 +111,7 @@ class TowerKind:
 
     decoders     general.architecture of its language model
     family       as in `architectures` of config.json;  model_type  there
+    families     those two of checkpoints with another of the decoders, by its name
     placeholder  the token in whose place a picture comes;  token_key  what config.json calls its id
     settings     keys of config.json
     image        keys of preprocessor_config.json
@@ -112,7 +121,9 @@ class TowerKind:
     last         the tensor whose rows, or columns where it is `turned`, are as many as the channels of the language model
     patch        what transformers calls the patch embedding
     frames       neighbours in time of a patch, each a tensor of its own
+    flat         whether transformers has a patch as one row, its pixels side by side with their colours
     swaps        whether there are files in which up and down have each other's names
+    audio        whether there are files with a tower for audio too, which is left out
     """
 
     decoders: tuple[str, ...]
@@ -131,6 +142,9 @@ class TowerKind:
     wholes: Mapping[str, Whole] = field(default_factory=dict)
     last: str = SECOND
     turned: bool = False
+    families: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    flat: bool = False
+    audio: bool = False
 
 
 def _qwen(file: TowerFile, **vision: object) -> Settings:
@@ -210,8 +224,8 @@ def tapped(file: TowerFile) -> list[int]:
     return [int(layer) for layer in np.flatnonzero(found)]
 
 
-def sizes(file: TowerFile, gelu: str) -> Settings:
-    """What towers have whose pictures have one size, or tiles of one;  gelu: which one that name means."""
+def layer_sizes(file: TowerFile, *activations: str) -> Settings:
+    """What all towers but Qwen's have;  activations: as `TowerFile.activation`."""
     file.check("feed_forward_length", file.inner)
     return {
         "num_hidden_layers": file.layers,
@@ -219,8 +233,14 @@ def sizes(file: TowerFile, gelu: str) -> Settings:
         "intermediate_size": file.inner,
         "num_attention_heads": file.size("attention.head_count"),
         "patch_size": file.size("patch_size"),
+        "hidden_act": file.activation(*activations),
+    }
+
+
+def sizes(file: TowerFile, gelu: str) -> Settings:
+    """What towers have whose pictures have one size, or tiles of one;  gelu: which one that name means."""
+    return layer_sizes(file, gelu) | {
         "image_size": file.size("image_size"),
-        "hidden_act": file.activation(gelu),
         "layer_norm_eps": file.keys.number("vision.attention.layer_norm_epsilon"),
     }
 
@@ -318,7 +338,7 @@ QWEN_AND_LLAVA = {
         QWEN2_ENDS,
     ),
     "qwen3vl_merger": TowerKind(
-        ("qwen3vl",),
+        ("qwen3vl", "qwen35", "qwen35moe"),
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
         qwen3_vl,
@@ -326,5 +346,9 @@ QWEN_AND_LLAVA = {
         QWEN_BLOCK | {"ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
         QWEN3_ENDS | {"v.position_embd": "visual.pos_embed"},
         swaps=False,
+        families={
+            "qwen35": ("Qwen3_5ForConditionalGeneration", "qwen3_5"),
+            "qwen35moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+        },
     ),
 }

@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgeq.converters.checkpoint.source import StoredTensor
+from edgeq.converters.importers.gguf_families.proportional_towers import GEMMA4, LFM2
 from edgeq.converters.importers.gguf_families.towers import GEMMA3, IDEFICS3, INTERNVL
 from edgeq.converters.importers.gguf_keys import GgufKeys, Keys, Settings
-from edgeq.converters.importers.gguf_tensors import GgufTensor, PatchTensor
+from edgeq.converters.importers.gguf_tensors import FlatPatchTensor, GgufTensor, PatchTensor
 from edgeq.converters.importers.gguf_tower_kinds import CLASS, DOWN, QWEN_AND_LLAVA, TowerFile, TowerKind, tapped
 from edgeq.errors import CheckpointError, UnsupportedError
 from edgeq.pictures.preprocessor import CLIP_MEAN, CLIP_STD
 
-TOWERS = QWEN_AND_LLAVA | {"internvl": INTERNVL, "gemma3": GEMMA3, "idefics3": IDEFICS3}
+TOWERS = QWEN_AND_LLAVA | {"internvl": INTERNVL, "gemma3": GEMMA3, "idefics3": IDEFICS3, "lfm2": LFM2, "gemma4v": GEMMA4}
 """llama.cpp's name in `clip.projector_type`; none is "mlp"."""
 CLIP = "clip"
 PATCH = "v.patch_embd"
+AUDIO = ("a.", "mm.a.")
+"""What the names of tensors of a tower for audio begin with."""
 TOKENS = "tokenizer.ggml.tokens"
 _LAYER = re.compile(r"v\.blk\.(\d{1,4})\.([a-z0-9_]+)\.(weight|bias)")
 _TAP = re.compile(r"v\.deepstack\.(\d{1,4})\.(fc1|fc2|norm)\.(weight|bias)")
@@ -59,11 +62,17 @@ def read_tower(metadata: Keys, stored: Mapping[str, GgufTensor], place: str, dec
         )
     keys = GgufKeys(metadata, CLIP, place, {name: tensor.shape for name, tensor in stored.items()})
     kind = _kind(keys, decoder)
+    audio = kind.audio and keys.flag("has_audio_encoder", False)
+    if audio:
+        keys.read.update(key.removeprefix(f"{CLIP}.") for key in metadata if key.startswith(f"{CLIP}.audio."))
+        stored = {name: tensor for name, tensor in stored.items() if not name.startswith(AUDIO)}
     file = TowerFile(keys, decoder, config, stored)
     file.swapped = kind.swaps and file.shape(DOWN)[1] == file.size("embedding_length")
     settings = {**kind.settings(file), "architectures": [kind.family], "model_type": kind.model_type}
     image = {**kind.image(file), "image_mean": _three(keys, "image_mean"), "image_std": _three(keys, "image_std")}
-    for key, value in (("has_vision_encoder", True), ("has_audio_encoder", False), ("has_text_encoder", False)):
+    if audio:
+        settings["audio_config"] = {}
+    for key, value in (("has_vision_encoder", True), ("has_audio_encoder", audio), ("has_text_encoder", False)):
         keys.only(key, value)
     keys.value("has_llava_projector")
     keys.only("vision.mm_patch_merge_type", "flat")
@@ -81,7 +90,7 @@ def _kind(keys: GgufKeys, decoder: GgufKeys) -> TowerKind:
     """By the projector type, which some files have among the keys of the tower."""
     inner = keys.value("vision.projector_type")
     found = keys.value("projector_type", "mlp" if inner is None else inner)
-    if inner not in (None, found):
+    if inner is not None and isinstance(found, str) and (not isinstance(inner, str) or inner != found):
         raise keys.wrong("vision.projector_type", inner, f"{found!r:.60}, as clip.projector_type")
     kind = TOWERS.get(found) if isinstance(found, str) else None
     if kind is None:
@@ -91,7 +100,8 @@ def _kind(keys: GgufKeys, decoder: GgufKeys) -> TowerKind:
             f"{keys.place}: clip.projector_type is {found!r}, which goes with {' and '.join(kind.decoders)}, and "
             f"general.architecture of {decoder.place} is {decoder.architecture!r}: give the tower of this language model"
         )
-    return kind
+    family, model_type = kind.families.get(decoder.architecture, (kind.family, kind.model_type))
+    return replace(kind, family=family, model_type=model_type)
 
 
 def _three(keys: GgufKeys, name: str) -> list[float]:
@@ -146,17 +156,20 @@ def _renamed(file: TowerFile, kind: TowerKind) -> dict[str, StoredTensor]:
         if not ours:
             raise UnsupportedError(f"{file.keys.place}: tensor {name:.80} has no place in the tower of a {kind.family}")
         found[ours] = tensor
-    found[f"{kind.patch}.weight"] = _patch(file, frames)
+    found[f"{kind.patch}.weight"] = _patch(file, frames, kind.flat)
     return found
 
 
-def _patch(file: TowerFile, frames: list[str]) -> PatchTensor:
+def _patch(file: TowerFile, frames: list[str], flat: bool) -> PatchTensor | FlatPatchTensor:
     """The patch embedding.  CheckpointError: a frame is missing, or has another shape than the first."""
+    pixels = (3, *(file.size("patch_size"),) * 2)
     for name in frames:
         tensor, first = file.stored.get(name), file.stored.get(frames[0])
-        if tensor is None or first is None or len(tensor.shape) != 4 or tensor.shape != first.shape:
+        whole = tensor is not None and len(tensor.shape) == 4 and (not flat or tensor.shape[1:] == pixels)
+        if tensor is None or first is None or not whole or tensor.shape != first.shape:
             found = "missing" if tensor is None else f"of the shape {tensor.shape}"
             raise CheckpointError(
                 f"{file.keys.place}: tensor {name} is {found}; expected {len(frames)} of the shape (channels, 3, rows, columns)"
             )
-    return PatchTensor(tuple(file.stored[name] for name in frames))
+    stored = tuple(file.stored[name] for name in frames)
+    return FlatPatchTensor(stored[0]) if flat else PatchTensor(stored)

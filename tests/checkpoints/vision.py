@@ -217,6 +217,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tied": False,
     },
 }
+# Patches of 16, of which whole tiles of 512 pixels are made.
+VARIANTS["naflex_16"] = MODELS["naflex"] | {"vision": MODELS["naflex"]["vision"] | {"patch_size": 16}}
 GEMMA_4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": 30000.0, "partial_rotary_factor": 0.5},
@@ -250,6 +252,10 @@ VARIANTS |= {
         "tied": True,
     },
 }
+# As many positions as pictures of the published 280 tokens need.
+for name, rows in {"gemma4": 560, "gemma4_whole": 840}.items():
+    own = VARIANTS[name]
+    VARIANTS[f"{name}_280"] = own | {"vision": own["vision"] | {"position_embedding_size": rows}}
 TILED = ("SmolVLM", "Idefics3")
 ABOVE_ONE = ("Qwen3_5", "Qwen3_5Moe", "Gemma3", "PaliGemma")
 PROCESSORS = {

@@ -18,11 +18,7 @@ IDEFICS3_TILES = 4
 
 
 def _merge(file: TowerFile, default: int) -> int:
-    found = file.keys.integer("vision.projector.scale_factor", default)
-    side = file.size("image_size") // file.size("patch_size")
-    if not 1 <= found <= side:
-        raise file.keys.wrong("vision.projector.scale_factor", found, f"an integer from 1 to {side}, the patches of a side")
-    return found
+    return file.merge(default, file.size("image_size") // file.size("patch_size"))
 
 
 def internvl(file: TowerFile) -> Settings:

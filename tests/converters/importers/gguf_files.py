@@ -198,7 +198,7 @@ def metadata(config: Mapping[str, Any], own: str) -> dict[str, Any]:
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        **({"feed_forward_length": config["intermediate_size"]} if "intermediate_size" in config else {}),
         "attention.head_count": heads,
         "attention.head_count_kv": config.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,

@@ -24,6 +24,7 @@ Keys = dict[str, Any]
 Tensors = dict[str, Array]
 PROJECTORS = {"qwen2_vl": "qwen2vl_merger", "qwen2_5_vl": "qwen2.5vl_merger", "qwen3_vl": "qwen3vl_merger", "llava": "mlp"}
 PROJECTORS |= {name: name for name in ("internvl", "gemma3", "idefics3")}
+PROJECTORS |= {"qwen3_5": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger", "lfm2_vl": "lfm2", "gemma4": "gemma4v"}
 """`model_type` of config.json -> llama.cpp's name."""
 QWEN = [
     ("visual.patch_embed.proj.", "v.patch_embd."),
@@ -83,13 +84,37 @@ SIGLIP = [
     ("connector.modality_projection.proj", "mm.model.fc"),
     *LLAVA,
 ]
-PATTERNS = {"llava": LLAVA, "internvl": INTERNVL, "gemma3": SIGLIP, "idefics3": SIGLIP}
+LFM2 = [
+    ("multi_modal_projector.layer_norm", "mm.input_norm"),
+    (r"multi_modal_projector.linear_(\d)", r"mm.\1"),
+    *SIGLIP,
+]
+GEMMA4 = [
+    (r"vision_tower.encoder.layers.(\d+)\.", r"v.blk.\1."),
+    ("vision_tower.patch_embedder.input_proj", "v.patch_embd"),
+    ("vision_tower.patch_embedder.position_embedding_table", "v.position_embd.weight"),
+    ("vision_tower.std_", "v.std_"),
+    ("embed_vision.embedding_projection", "mm.input_projection"),
+    (r"\.linear\.", "."),
+    ("self_attn.o_proj", "attn_out"),
+    (r"self_attn\.([qkv])_(proj|norm)", r"attn_\1_\2"),
+    (r"(attn_[qkv])_proj", r"\1"),
+    (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
+    ("input_layernorm", "ln1"),
+    ("post_attention_layernorm", "attn_post_norm"),
+    ("pre_feedforward_layernorm", "ln2"),
+    ("post_feedforward_layernorm", "ffn_post_norm"),
+]
+PATTERNS = {"llava": LLAVA, "internvl": INTERNVL, "gemma3": SIGLIP, "idefics3": SIGLIP, "lfm2_vl": LFM2, "gemma4": GEMMA4}
 """Patterns in transformers' names, and what llama.cpp has there; those of Qwen's towers for all others."""
 PLACEHOLDERS = {"llava": "<image>", "internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>", "idefics3": "<image>"}
+PLACEHOLDERS |= {"lfm2_vl": "<image>", "gemma4": "<|image|>"}
 """The token in whose place a picture comes; other checkpoints call it so themselves."""
 
 
-TOWER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal", "connector.")
+TOWER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal", "connector.", "embed_vision.")
+MODELS = {"qwen3_vl": "qwen3vl", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
+"""`model_type` -> llama.cpp's name of the language model, of Qwen's; of others "qwen2vl"."""
 
 
 def nothing(*found: Any) -> None:
@@ -170,8 +195,10 @@ def _model_keys(config: Mapping[str, Any], folder: Path) -> Keys:
         rope = config["text_config"]["rope_parameters"]["sliding_attention"]
         keys |= {"gemma3.attention.sliding_window_pattern": 2, "gemma3.rope.freq_base_swa": rope["rope_theta"]}
     if config["model_type"] not in PLACEHOLDERS:
-        own = "qwen3vl" if config["model_type"] == "qwen3_vl" else "qwen2vl"
+        own = MODELS.get(config["model_type"], "qwen2vl")
         keys[f"{own}.rope.dimension_sections"] = [*config["text_config"]["rope_parameters"]["mrope_section"], 0]
+    if config["model_type"] == "gemma4":
+        keys["tokenizer.ggml.padding_token_id"] = config["text_config"].get("pad_token_id", 0)
     if config["model_type"] == "qwen3_vl":
         keys["qwen3vl.n_deepstack_layers"] = len(config["vision_config"]["deepstack_visual_indexes"])
     return keys
@@ -181,7 +208,7 @@ def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> K
     vision, text, kind = dict(config["vision_config"]), config["text_config"], config["model_type"]
     for key in ("image_size", "patch_size"):
         vision |= {key: vision[key][0]} if isinstance(vision.get(key), list) else {}
-    default = preprocessor["image_processor_type"].startswith(("Siglip", "Gemma3", "SmolVLM"))
+    default = preprocessor["image_processor_type"].startswith(("Siglip", "Gemma3", "SmolVLM", "Lfm2Vl"))
     mean, std = preprocessor.get("image_mean"), preprocessor.get("image_std")
     mean = mean or ([0.5] * 3 if default else [0.48145466, 0.4578275, 0.40821073])
     std = std or ([0.5] * 3 if default else [0.26862954, 0.26130258, 0.27577711])
@@ -194,18 +221,23 @@ def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> K
         "projection_dim": text["hidden_size"] if kind != "llava" else 768,
         "block_count": vision.get("depth") or _layers(config),
         "attention.head_count": vision.get("num_heads") or vision["num_attention_heads"],
-        "attention.layer_norm_epsilon": vision.get("layer_norm_eps", 1e-6),
+        "attention.layer_norm_epsilon": vision.get("layer_norm_eps", vision.get("rms_norm_eps", 1e-6)),
         "image_mean": mean,
         "image_std": std,
     }
+    if kind == "gemma4":
+        keys |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "projector.scale_factor": vision["pooling_kernel_size"]}
+    if kind == "lfm2_vl":
+        keys["projector.scale_factor"] = config["downsample_factor"]
     if kind not in PLACEHOLDERS:
         limits = preprocessor["size"]
         keys |= {"image_min_pixels": limits["shortest_edge"], "image_max_pixels": limits["longest_edge"]}
     if kind == "qwen2_5_vl":
         keys |= {"n_wa_pattern": vision["fullatt_block_indexes"][0] + 1, "window_size": vision["window_size"]}
-    if kind == "qwen3_vl":
+    if PROJECTORS[kind] == "qwen3vl_merger":
         keys["spatial_merge_size"] = vision["spatial_merge_size"]
-        keys["is_deepstack_layers"] = [i in vision["deepstack_visual_indexes"] for i in range(vision["depth"])]
+        taps = vision.get("deepstack_visual_indexes", [])
+        keys["is_deepstack_layers"] = [i in taps for i in range(vision["depth"])]
     if kind == "internvl":
         keys |= {"projector.scale_factor": round(1 / config["downsample_ratio"])}
         keys |= {"preproc_min_tiles": 1, "preproc_max_tiles": preprocessor["max_patches"]}
@@ -215,6 +247,9 @@ def _tower_keys(config: Mapping[str, Any], preprocessor: Mapping[str, Any]) -> K
     if kind == "idefics3":
         keys |= {"projector.scale_factor": config["scale_factor"], "preproc_image_size": preprocessor["size"]["longest_edge"]}
     found = {f"clip.vision.{key}": value for key, value in keys.items()}
+    if kind == "gemma4":
+        # Nor does the converter name an activation.
+        return found | {"clip.has_vision_encoder": True, "clip.vision.projector_type": PROJECTORS[kind]}
     act = vision["hidden_act"]
     found |= {"clip.has_vision_encoder": True, "clip.projector_type": PROJECTORS[kind]}
     return found | {"clip.use_gelu": act.startswith("gelu"), "clip.use_silu": act == "silu"}
@@ -245,9 +280,13 @@ def _tower_tensors(config: Mapping[str, Any], folder: Path) -> Tensors:
         if unused:
             continue
         values = values + 1 if "soft_emb" in name else values
+        if kind in ("lfm2_vl", "gemma4") and name == "v.patch_embd.weight":
+            side = config["vision_config"]["patch_size"]
+            values = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        values = values.reshape(1) if values.ndim == 0 else values
         if name == "v.patch_embd.weight" and kind not in PLACEHOLDERS:
             found |= {name: values[:, :, 0], f"{name}.1": values[:, :, 1]}
-        elif "attn_qkv" in name and kind != "qwen3_vl":
+        elif "attn_qkv" in name and PROJECTORS[kind] != "qwen3vl_merger":
             found |= {name.replace("qkv", part): each for part, each in zip("qkv", np.split(values, 3), strict=True)}
         else:
             found[name] = values

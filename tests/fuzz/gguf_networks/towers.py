@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gguf_networks.decoders import METADATA, SHAPES
+from gguf_networks.decoders import METADATA, NETWORKS, SHAPES, VOCABULARY
 from gguf_networks.entries import WORDS, Entries, norms
 
 LLAVA: Entries = {
@@ -50,6 +50,24 @@ INTERN_SHAPES: Entries = {
     **{"mm.model.mlp.1.weight": [8, [256, 128]], "mm.model.mlp.1.bias": [0, [256]]},
     **{"mm.model.mlp.3.weight": [8, [256, 256]], "mm.model.mlp.3.bias": [0, [256]]},
 }
+GEMMA4: Entries = {
+    **{key: value for key, value in SIGLIP.items() if key not in ("clip.projector_type", "clip.use_gelu")},
+    **{"clip.vision.projector_type": "gemma4v", "clip.has_audio_encoder": True, "clip.audio.block_count": 1},
+}
+GEMMA4_SHAPES: Entries = {
+    **{"v.patch_embd.weight": [1, [32, 3, 4, 4]], "v.position_embd.weight": [0, [2, 560, 32]]},
+    **{f"v.blk.0.{norm}.weight": [0, [32]] for norm in ("ln1", "ln2", "attn_post_norm", "ffn_post_norm")},
+    **{f"v.blk.0.attn_{part}_norm.weight": [0, [16]] for part in "qk"},
+    **{f"v.blk.0.attn_{part}.weight": [8, [32, 32]] for part in ("q", "k", "v", "out")},
+    **{f"v.blk.0.ffn_{part}.weight": [1, [64, 32]] for part in ("gate", "up")},
+    **{"v.blk.0.ffn_down.weight": [1, [32, 64]], "v.std_bias": [0, [32]], "v.std_scale": [0, [32]]},
+    **{"mm.input_projection.weight": [8, [64, 32]], "a.blk.0.attn_q.weight": [8, [32, 32]]},
+}
+LFM2_SHAPES: Entries = {
+    **SIGLIP_SHAPES,
+    **{f"mm.input_norm.{kind}": [0, [128]] for kind in ("weight", "bias")},
+    **{"mm.1.weight": [8, [96, 128]], "mm.1.bias": [0, [96]], "mm.2.weight": [8, [64, 96]], "mm.2.bias": [0, [64]]},
+}
 TOWERS: dict[str, tuple[Entries, Entries]] = {
     "mlp": (LLAVA, LLAVA_SHAPES),
     "internvl": (SIGLIP | {"clip.projector_type": "internvl"}, INTERN_SHAPES),
@@ -61,14 +79,22 @@ TOWERS: dict[str, tuple[Entries, Entries]] = {
         SIGLIP | {"clip.projector_type": "gemma3"},
         SIGLIP_SHAPES | {"mm.input_projection.weight": [0, [32, 256]], "mm.soft_emb_norm.weight": [0, [32]]},
     ),
+    "lfm2": (SIGLIP | {"clip.projector_type": "lfm2"}, LFM2_SHAPES),
+    "gemma4v": (GEMMA4, GEMMA4_SHAPES),
 }
-"""Projector type -> metadata of the tower and its tensors, for a language model of 256 channels."""
-PLACEHOLDERS = {"internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>"}
+"""Projector type -> metadata of the tower and its tensors, for a language model of 256 channels, or of those of OWN."""
+PLACEHOLDERS = {"internvl": "<IMG_CONTEXT>", "gemma3": "<image_soft_token>", "gemma4v": "<|image|>"}
+OWN = {"lfm2": "lfm2", "gemma4v": "gemma4"}
+"""Projector type -> the network that its language model is."""
 
 
 def language_model(kind: str) -> tuple[Entries, Entries]:
     """The one that a tower of a projector type goes with."""
-    metadata = {**METADATA, "tokenizer.ggml.tokens": [*WORDS[:-1], PLACEHOLDERS.get(kind, "<image>")]}
+    tokens = {"tokenizer.ggml.tokens": [*WORDS[:-1], PLACEHOLDERS.get(kind, "<image>")]}
+    if kind in OWN:
+        network, shapes = NETWORKS[OWN[kind]]
+        return {**network, **VOCABULARY, **tokens}, {"token_embd.weight": [8, [len(WORDS), 64]], **shapes}
+    metadata = {**METADATA, **tokens}
     if kind != "gemma3":
         return metadata, SHAPES
     own = {key.replace("llama.", "gemma3."): value for key, value in metadata.items()}
