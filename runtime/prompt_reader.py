@@ -12,7 +12,7 @@ from edgeq.runtime.answers.thinking import Thinking
 from edgeq.runtime.answers.tools import ToolUse, conversation, tool_use
 from edgeq.runtime.arguments import integer, token_ids, wrong
 from edgeq.runtime.network.pictures import ImageSource, Pictures
-from edgeq.text.chat_template import OTHER_TEMPLATE, ChatTemplate, Message, with_images
+from edgeq.text.chat_template import ChatTemplate, Message
 from edgeq.text.tokenizer import Tokenizer
 
 
@@ -77,10 +77,7 @@ class PromptReader:
         if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
             raise wrong("messages", messages, 'a list of dicts such as {"role": "user", "content": "..."}')
         if images:
-            seeing, messages = self.seeing(), with_images(messages, len(images))
-            tokens = template.encode(messages, **variables)
-            if seeing.vision.image_token_id not in tokens:
-                raise InputError(f"the chat template has no place for an image; {OTHER_TEMPLATE}")
+            tokens = template.encode_with_images(messages, len(images), self.seeing().vision.image_token_id, **variables)
         else:
             tokens = template.encode(messages, **variables)
         return self._with_pictures(tokens, images)

@@ -18,7 +18,7 @@ from edgeq.errors import CheckpointError, EdgeqError, InputError, UnsupportedErr
 from edgeq.network.config import ModelConfig, VisionConfig
 from edgeq.pictures.image import Picture, read_picture
 from edgeq.pictures.prompt import PicturePlace, placed
-from edgeq.text.chat_template import ChatTemplate, with_images
+from edgeq.text.chat_template import ChatTemplate
 from edgeq.text.tokenizer import Tokenizer
 
 FILE = "samples.jsonl"
@@ -195,9 +195,10 @@ def _sample(
     where: str,
 ) -> PictureSample:
     assert config.vision is not None
-    question = with_images([{"role": "user", "content": values["question"]}], len(pictures))
+    turns = [{"role": "user", "content": values["question"]}, {"role": "assistant", "content": values["answer"]}]
     try:
-        tokens = template.encode([*question, {"role": "assistant", "content": values["answer"]}], add_generation_prompt=False)
+        image_token = config.vision.image_token_id
+        tokens = template.encode_with_images(turns, len(pictures), image_token, add_generation_prompt=False)
         tokens, places = placed(tokens, pictures, config.vision, encoder.encode_part)
     except EdgeqError as error:
         raise type(error)(f"{where}: {error}") from None

@@ -71,7 +71,7 @@ class GgufSource:
         source = cls(name, place, network.config, texts, made_of, network.tensors, dict(sorted(network.types.items())))
         weakref.finalize(source, shutil.rmtree, texts, ignore_errors=True)
         try:
-            write_texts(network.files[0].metadata, texts, tokenizer)
+            write_texts(network.files[0].metadata, texts, tokenizer, network.picture)
             if network.pooling is not None:
                 write_pooling(network.pooling, texts)
             if network.preprocessor:
@@ -114,6 +114,7 @@ class _Network:
     types         how many tensors there are of each
     preprocessor  keys of preprocessor_config.json; none without a tower
     pooling       how a text becomes a vector; None: the file does not say so
+    picture       as in TowerKind
     """
 
     files: list[GgufFile]
@@ -122,6 +123,7 @@ class _Network:
     tensors: Mapping[str, StoredTensor]
     preprocessor: Settings
     pooling: str | None
+    picture: str = ""
 
 
 def _network(path: Path, mmproj: Path | None) -> _Network:
@@ -141,7 +143,8 @@ def _network(path: Path, mmproj: Path | None) -> _Network:
     of_tower = _stored(own, str(mmproj))
     types.update(type_name(tensor.type) for tensor in of_tower.values())
     tower = read_tower(own[0].metadata, of_tower, str(mmproj), keys, config)
-    return _Network([*files, *own], types, tower.config, {**tensors, **tower.tensors}, tower.preprocessor, pooling)
+    together = {**tensors, **tower.tensors}
+    return _Network([*files, *own], types, tower.config, together, tower.preprocessor, pooling, tower.picture)
 
 
 def takes_tower(path: Path) -> bool:

@@ -43,11 +43,33 @@ SAMPLING_KEYS = {
 """Key of generation_config.json -> key of a GGUF file, after `general.sampling.`."""
 
 
-def write_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = None) -> None:
+PLACING = """\
+{%- set seen = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- if message['content'] is sequence and message['content'] is not string -%}
+{%- set read = namespace(text='') -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}
+{%- set read.text = read.text + PICTURE -%}
+{%- elif part['type'] == 'text' -%}
+{%- set read.text = read.text + part['text'] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set message = dict(message, content=read.text) -%}
+{%- endif -%}
+{%- set seen.messages = seen.messages + [message] -%}
+{%- endfor -%}
+{%- set messages = seen.messages %}"""
+"""What comes before a template of texts: the parts of a message become one text, with PICTURE for each picture."""
+
+
+def write_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = None, picture: str = "") -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and, where there is one, chat_template.jinja.
 
     metadata   keys as in the file; strings as str, arrays as lists or numpy arrays
     given      a folder whose tokenizer.json is taken in place of one made of the metadata
+    picture    what a prompt has for a picture: a template that does not have it is given it as a part of the text.
+               Empty: every template is as it is
 
     CheckpointError: a tokenizer that is not supported, or metadata that do not fit together; the key is named.  No tokenizer in
     `given`, or one of another vocabulary.
@@ -60,7 +82,10 @@ def write_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = 
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     template = metadata.get("tokenizer.chat_template")
     if template is not None:
-        (folder / "chat_template.jinja").write_bytes(_template(template))
+        written = _template(template)
+        if picture and picture.strip().encode() not in written:
+            written = PLACING.replace("PICTURE", json.dumps(picture)).encode() + written
+        (folder / "chat_template.jinja").write_bytes(written)
     _write(folder / TOKENIZER, tokenizer)
     _write(folder / "tokenizer_config.json", {**kind, **settings})
     _write(folder / "generation_config.json", _generation(metadata, vocabulary))

@@ -124,6 +124,8 @@ class TowerKind:
     flat         whether transformers has a patch as one row, its pixels side by side with their colours
     swaps        whether there are files in which up and down have each other's names
     audio        whether there are files with a tower for audio too, which is left out
+    picture      what the family's own chat template writes for a picture, if there are files with one of the language model,
+                 which knows of none
     """
 
     decoders: tuple[str, ...]
@@ -145,6 +147,7 @@ class TowerKind:
     families: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     flat: bool = False
     audio: bool = False
+    picture: str = ""
 
 
 def _qwen(file: TowerFile, **vision: object) -> Settings:
@@ -318,6 +321,7 @@ QWEN_AND_LLAVA = {
         placeholder="<image>",
         token_key="image_token_index",
         frames=1,
+        picture="<image>\n",
     ),
     "qwen2vl_merger": TowerKind(
         ("qwen2vl",),

@@ -39,11 +39,13 @@ class GgufTower:
     """config        keys of config.json, of the language model with its tower
     preprocessor  keys of preprocessor_config.json
     tensors       those of the tower, under transformers' names
+    picture       as in TowerKind
     """
 
     config: Settings
     preprocessor: Settings
     tensors: Mapping[str, StoredTensor]
+    picture: str
 
 
 def read_tower(metadata: Keys, stored: Mapping[str, GgufTensor], place: str, decoder: GgufKeys, config: Settings) -> GgufTower:
@@ -83,7 +85,7 @@ def read_tower(metadata: Keys, stored: Mapping[str, GgufTensor], place: str, dec
             f"{config['hidden_size']}: give the tower of this language model"
         )
     settings[kind.token_key] = _placeholder(kind, decoder)
-    return GgufTower(settings, image, _renamed(file, kind))
+    return GgufTower(settings, image, _renamed(file, kind), kind.picture)
 
 
 def _kind(keys: GgufKeys, decoder: GgufKeys) -> TowerKind:

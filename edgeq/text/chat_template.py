@@ -107,6 +107,22 @@ class ChatTemplate:
         begins = self._sees and bos is not None and self._text.encode("")[:1] == [bos] and bos not in tokens
         return [*self._text.encode("")[:1], *tokens] if begins else tokens
 
+    def encode_with_images(self, messages: Sequence[Message], images: int, image_token: int, **variables: Any) -> list[int]:
+        """`encode` of messages with so many images, which are where `with_images` puts them.
+
+        InputError: as both, and a template that has no place for an image.
+        """
+        seeing = with_images(messages, images)
+        try:
+            tokens = self.encode(seeing, **variables)
+        except InputError:
+            # What it refuses without images too, it says itself.
+            self.encode([{**message, "content": _text_of(message)} for message in seeing], **variables)
+            tokens = []
+        if image_token not in tokens:
+            raise InputError(f"the chat template has no place for an image; {OTHER_TEMPLATE}")
+        return tokens
+
     @cached_property
     def _reads_parts(self) -> bool:
         """Whether the template leaves out content that is a string (LLaVA-1.5), and shows it as the text of a part."""
@@ -183,6 +199,10 @@ def parts(message: Message) -> list[Mapping[str, Any]]:
     if isinstance(content, (list, tuple)):
         return [part for part in content if isinstance(part, Mapping)]
     return [{"type": "text", "text": content}] if content else []
+
+
+def _text_of(message: Message) -> str:
+    return "".join(str(part.get("text", "")) for part in parts(message))
 
 
 def _confined(work: Callable[[], str]) -> str:

@@ -96,6 +96,7 @@ INTERNVL = TowerKind(
     patch=f"{EMBEDDINGS}patch_embeddings.projection",
     placeholder="<IMG_CONTEXT>",
     frames=1,
+    picture="<IMG_CONTEXT>\n",
     wholes={
         "v.class_embd": Whole(f"{EMBEDDINGS}cls_token", 3),
         "v.position_embd.weight": Whole(f"{EMBEDDINGS}position_embeddings", 3),

@@ -412,7 +412,7 @@ def llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Array
     return np.array(divisors, np.float32)
 
 
-def tiny_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = None) -> None:
+def tiny_texts(metadata: Mapping[str, Any], folder: Path, given: Path | None = None, picture: str = "") -> None:
     """Writes the tokenizer of the demo model, which these checkpoints have."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(__file__).parents[3] / "models" / "tiny-llama" / name, folder / name)

@@ -431,7 +431,7 @@ import shutil
 from pathlib import Path
 import edgeq
 from edgeq.converters.importers import gguf_source
-def texts(metadata, folder, given):
+def texts(metadata, folder, given, picture):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path({str(Path(__file__).parents[3])!r}) / "models" / "tiny-llama" / name, folder / name)
 gguf_source.write_texts = texts

@@ -25,6 +25,8 @@ from edgeq.network.config import VisionConfig
 from edgeq.pictures.image import Picture
 from edgeq.pictures.prompt import with_pictures
 from edgeq.runtime.model import Model
+from edgeq.text.chat_template import ChatTemplate
+from edgeq.text.tokenizer import Tokenizer
 from tests.checkpoints.vision import END, IMAGE, START, build
 from tests.converters.importers.conversions import plan_of, silent
 from tests.converters.importers.gguf_files import in_type
@@ -155,6 +157,28 @@ def test_a_tower_for_audio_is_left_out(folder: Folder, tmp_path: Path) -> None:
     assert hearing.method.config == deaf.method.config
     (note,) = set(hearing.notes()) - set(deaf.notes())
     assert note.endswith("left out: its audio tower")
+
+
+TEXTS_ALONE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+
+
+def test_a_template_that_knows_no_pictures_is_given_them_as_the_familys_own_writes_them(folder: Folder, tmp_path: Path) -> None:
+    def template_of(place: Path, **settings: Any) -> tuple[str, ChatTemplate]:
+        model, mmproj = pair(folder("aspect"), place, **settings)
+        source = open_source(str(model), HubAccess(), mmproj=mmproj)
+        text = Tokenizer((source.texts / "tokenizer.json").read_bytes(), {})
+        written = (source.texts / "chat_template.jinja").read_text()
+        return written, ChatTemplate(written, text, sees=True)
+
+    written, alone = template_of(tmp_path, change_model=lambda keys: keys.update({"tokenizer.chat_template": TEXTS_ALONE}))
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "What?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+    asked = "<|im_start|>user\n<IMG_CONTEXT>\n<IMG_CONTEXT>\nWhat?<|im_end|>\n<|im_start|>assistant\nA.<|im_end|>\n"
+    assert alone.render(turns) == f"{asked}<|im_start|>user\nWhy?<|im_end|>\n" and written.endswith(TEXTS_ALONE)
+    typed = [{"role": "user", "content": "<IMG_CONTEXT>?"}]
+    assert alone.encode_with_images(typed, 2, IMAGE).count(IMAGE) == 2
+    own = (folder("aspect") / "chat_template.jinja").read_text().replace("<|image_pad|>", "<IMG_CONTEXT>")
+    assert template_of(tmp_path)[0] == own
 
 
 @pytest.mark.parametrize(("name", "family"), [("head80", "Qwen2ForCausalLM"), ("taps", "Qwen3ForCausalLM")])

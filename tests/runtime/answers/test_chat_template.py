@@ -409,3 +409,20 @@ def test_bos_comes_first_where_the_model_sees_and_its_template_leaves_it_out(tok
     plain = ChatTemplate(CHATML, text).encode(chat)
     assert text.bos == 0 != plain[0] and ChatTemplate(CHATML, text, sees=True).encode(chat) == [0, *plain]
     assert ChatTemplate(LLAMA3, text, sees=True).encode(chat) == ChatTemplate(LLAMA3, text).encode(chat)
+
+
+@pytest.mark.usefixtures("works_here")
+@pytest.mark.parametrize("source", [CHATML, "{{ messages[0].content }}", "{{ messages[0].content.upper() }}"])
+def test_a_template_without_a_place_for_images_is_refused_in_one_way(source: str, text: Tokenizer) -> None:
+    """Whether it shows the parts of a message in Python's words or fails on them."""
+    template, image = ChatTemplate(source, text, sees=True), text.encode_part("<think>")[0]
+    with pytest.raises(InputError, match="^the chat template has no place for an image; pass another one with --chat-template"):
+        template.encode_with_images([{"role": "user", "content": "Why?"}], 1, image)
+
+
+@pytest.mark.usefixtures("works_here")
+def test_what_a_template_refuses_without_images_it_says_with_them(text: Tokenizer) -> None:
+    refuses = "{% if messages|length > 1 %}{{ raise_exception('one turn alone') }}{% endif %}{{ messages[0].content[0].text }}"
+    template, turn = ChatTemplate(refuses, text, sees=True), {"role": "user", "content": "Why?"}
+    with pytest.raises(InputError, match="refuses these messages: one turn alone"):
+        template.encode_with_images([turn, turn], 1, 0)

@@ -153,7 +153,7 @@ def test_a_file_runs_as_the_checkpoint_that_it_was_made_of(
 
 
 def tokenizer_of(folder: Path) -> Callable[..., None]:
-    def write(metadata: Any, place: Path, given: Path | None = None) -> None:
+    def write(metadata: Any, place: Path, given: Path | None = None, picture: str = "") -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (place / name).write_bytes((folder / name).read_bytes())
 
