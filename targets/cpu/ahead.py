@@ -12,7 +12,7 @@ from edgeq.format.container import ModelFile
 from edgeq.format.kernel_pack import KernelSet, joined
 from edgeq.format.records import Mode
 from edgeq.system.devices import DEVICES, DeviceSpec
-from edgeq.targets.cpu import probes
+from edgeq.targets.cpu import probe_kernels, probes
 from edgeq.targets.cpu.isa import all_isas, isa_index
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit import packed, processor
@@ -79,10 +79,10 @@ def jobs_for(device: DeviceSpec, graph: Graph, file: ModelFile, options: Options
     """
     chosen = processor.of_device(device)
     options = replace(resolved(options), threads=device.cores, threads_prefill=device.cores)
-    jobs: list[Job] = [(each, ()) for each in entries(device.cores)] + [(probes.read_lines, ())]
+    jobs: list[Job] = [(each, ()) for each in entries(device.cores)] + [(probe_kernels.read_lines, ())]
     for isa in _isas(chosen, options.isa):
         if isa.winograd:
-            jobs += [(probes.multiply, (isa_index(isa), pairs)) for pairs in (0, 1)]
+            jobs += [(probe_kernels.multiply, (isa_index(isa), pairs)) for pairs in (0, 1)]
         probed = [probes.DECODE_CODEC, *(integer_codecs(graph) if len(isa.prefetch_distances) > 1 else ())]
         jobs += [(integer_matvec, (isa_index(isa), *probes.decode_literals(isa, codec))) for codec in probed]
         for mode in modes:

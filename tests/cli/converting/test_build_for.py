@@ -33,7 +33,7 @@ def test_an_arm_processor_gets_arm_code_from_any_machine(demo: Path, tmp_path: P
     code = {name: kernel.pieces[0].split(b"\n", 1)[1] for name, kernel in made.kernels.items()}
     # ELF, 64 bits, little endian; e_machine 183 is AArch64.
     assert all(data[:6] == b"\x7fELF\2\1" and data[18] == 183 for data in code.values())
-    assert {"threadpool-walk_alone", "threadpool-work", "probes-read_lines", "elementwise-norm-4"} <= set(code)
+    assert {"threadpool-walk_alone", "threadpool-work", "probe_kernels-read_lines", "elementwise-norm-4"} <= set(code)
     # `sdot v, v, v` of four lanes of bytes (Arm ARM C7.2.298, Q = 1, size = 2), little endian.
     words = [int.from_bytes(data[i : i + 4], "little") for data in code.values() for i in range(0, len(data) - 3, 4)]
     assert any(word & 0xFFE0FC00 == 0x4E809400 or word & 0xFFC0F400 == 0x4F80E000 for word in words)
