@@ -34,6 +34,10 @@ def convert(
     """
     check_output(source, output)
     plan = preflight(source, options)
+    if options.rotate == "auto":
+        from edgeq.converters.probing.rotation_choice import choose_rotation
+
+        plan = choose_rotation(plan, on_progress, warn)
     if options.budget is not None:
         from edgeq.converters.probing.allocate import allocate
 

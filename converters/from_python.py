@@ -46,7 +46,7 @@ def convert(
     rank: int | None = None,
     master: Literal["i8", "bf16"] | None = None,
     alpha: float | None = None,
-    rotate: bool | None = None,
+    rotate: bool | Literal["auto"] | None = None,
     activations: Literal["block", "token", "static", "modality"] | None = None,
     high_fraction: float | None = None,
     calibration: str | os.PathLike[str] | None = None,
@@ -91,6 +91,7 @@ def convert(
     tokenizer     the folder of a tokenizer.json in place of the one that a GGUF file describes
     mmproj        the GGUF file of the vision tower, where `source` is a GGUF file
     device        where the calibration text runs; None: a GPU where torch finds one
+    rotate        "auto": measured, whether less is lost
     on_progress   takes (work done, all work, label); the label changes when a stage ends
     on_layer      takes a report when a decoder layer is safe on the disk: its index, bits and error
     warn          takes a line that the user should read
@@ -148,6 +149,10 @@ def convert(
         from edgeq.converters.convert import carry_out, preflight
 
         plan = preflight(os.fspath(source), options, on_progress or _ignore)
+        if rotate == "auto":
+            from edgeq.converters.probing.rotation_choice import choose_rotation
+
+            plan = choose_rotation(plan, on_progress or _ignore, warn or _ignore)
         if budget is not None:
             from edgeq.converters.probing.allocate import allocate
 

@@ -38,18 +38,16 @@ class FoldedRotation(Method):
 
     def __init__(self, options: ConvertOptions, family: Family, stack: Stack) -> None:
         super().__init__(options, family, stack)
-        self.rotated = bool(options.rotate)
+        # "auto" is not decided yet (probing/rotation_choice.py).
+        self.rotated = options.rotate is True
         if not self.rotated:
             return
-        reason = "states of texts and no head" if self.config.pooling else unrotatable(family, self.config)
-        if reason:
+        # Refused here, not after the first layer.
+        if reason := obstacle(family, self.config):
             raise UnsupportedError(f"--rotate cannot rotate a {self.config.model_type}: it has {reason}; leave it out")
         self.keeps_channels = False
         if self.config.tie_word_embeddings:
             self.table_bits = TABLE_BITS
-        # A size without a transform is refused here, not after the first layer.
-        for size in (self.config.hidden_size, self.config.head_dim):
-            hadamard(size)
 
     @property
     def stored_config(self) -> ModelConfig:
@@ -87,6 +85,20 @@ def signed_hadamard(size: int) -> Rotation:
 def rotating_bytes(hidden: int, widest: int) -> int:
     """Memory that rotating takes: one matrix and the rows of a slab, each in float64 too."""
     return 24 * hidden * widest + 24 * hidden**2 + 8 * SLAB_BYTES
+
+
+def obstacle(family: Family, config: ModelConfig) -> str | None:
+    """What keeps a model from being rotated; None: nothing."""
+    if config.pooling:
+        return "states of texts and no head"
+    if reason := unrotatable(family, config):
+        return reason
+    for size in (config.hidden_size, config.head_dim):
+        try:
+            hadamard(size)
+        except UnsupportedError:
+            return f"{size} channels, for which there is no fast orthogonal transform"
+    return None
 
 
 def unrotatable(family: Family, config: ModelConfig) -> str | None:

@@ -100,6 +100,8 @@ def check_method_options(options: ConvertOptions) -> None:
         checks = {"--half": not options.half, "groups": options.group_size == 0}
         if wrong := [needed for needed, lacking in checks.items() if lacking]:
             raise InputError(f"--scale-bits 4 needs {wrong[0]}: its scales are shares of the largest of a row, on a half grid")
+    if options.rotate == "auto":
+        _check_auto_rotate(options)
     widths = WIDTHS.get(options.method, BITS)
     if options.bits is not None and options.bits not in widths:
         raise InputError(f"{options.bits} bits are not supported by {options.method}; choose {widths[0]} to {widths[-1]}")
@@ -116,6 +118,16 @@ def check_method_options(options: ConvertOptions) -> None:
     reads = options.calibration or options.method in CALIBRATED or options.gptq or options.activations in CONSTANT
     if not reads and (options.calibration_rows or options.calibration_length):
         raise InputError(f"--method {options.method} reads no calibration text unless --calibration names one")
+
+
+def _check_auto_rotate(options: ConvertOptions) -> None:
+    if options.method not in ("gptq", "awq+gptq"):
+        raise InputError(f"--auto-rotate goes with --method gptq, awq+gptq; --method {options.method} takes --rotate alone")
+    if options.budget is not None or options.allocation is not None:
+        given = spelled("budget" if options.budget is not None else "allocation")
+        raise InputError(
+            f"--auto-rotate tries one codec for all layers, and {given} gives one to each: give --rotate or neither"
+        )
 
 
 def _check_trellis(options: ConvertOptions) -> None:

@@ -46,7 +46,7 @@ CHOICES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "dtype": ("--dtype", ("f32", "f16", "bf16")),
     "head": ("--head", HEADS),
     "activations": ("--activations", ("block", "token", "static", "modality")),
-    "rotate": ("--rotate/--no-rotate", (True, False)),
+    "rotate": ("--rotate/--no-rotate/--auto-rotate", (True, False, "auto")),
     "device": ("--device", COMPUTERS),
     "pooling": ("--pooling", POOLINGS),
     "rerank": ("--rerank", RANKINGS),
@@ -86,7 +86,8 @@ class ConvertOptions:
     act_order         GPTQ: columns in order of falling activations, over grids fixed before
     gptq              rotated methods: weights by GPTQ instead of rounding
     split_row         rotated methods: the first column behind online transforms apart, unrounded
-    rotate            round the weights of a rotated model, which gives the same; MQuant: change the basis at all
+    rotate            round the weights of a rotated model, which gives the same; "auto": where less is then lost, as tried
+                      (edgeq.converters.probing.rotation_choice); MQuant: change the basis at all
     rank, master      TTQ: of the low-rank part; how the weights are kept for requantization
     alpha             SmoothQuant: share of the activations' range that goes to the weights
     activations       a scale for every block of channels of a token, for every token, or constant ones that were measured: one
@@ -133,7 +134,7 @@ class ConvertOptions:
     tune: bool | None = None
     gptq: bool | None = None
     split_row: bool | None = None
-    rotate: bool | None = None
+    rotate: bool | Literal["auto"] | None = None
     rank: int | None = None
     master: Literal["i8", "bf16"] | None = None
     alpha: float | None = None

@@ -193,8 +193,9 @@ def _calibration(method: Method, text: TextAssets) -> Calibration | PictureSampl
 
     if isinstance(options.calibration, Path) and options.calibration.is_dir():
         # The allocation may still be empty here.
-        if options.calibration_length or options.budget is not None or options.allocation is not None:
-            given = "--calibration-length" if options.calibration_length else "a budget or a plan"
+        allocates, auto = options.budget is not None or options.allocation is not None, options.rotate == "auto"
+        if options.calibration_length or allocates or auto:
+            given = "--calibration-length" if options.calibration_length else "--auto-rotate" if auto else "a budget or a plan"
             raise InputError(f"{given} goes with a calibration text, and {options.calibration} is a folder; leave one out")
         if options.tune:
             raise InputError(f"--tune goes with a calibration text, and {options.calibration} is a folder; leave one out")

@@ -86,11 +86,11 @@ def massive_shares(plan: ConversionPlan, on_share: Callable[[float], None] = lam
     return shares
 
 
-def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that are judged on, and others that GPTQ has, both evenly spaced: at most JUDGED and FITTED tokens, and one row at
+def split(rows: Tensor, most: int = JUDGED) -> tuple[Tensor, Tensor]:
+    """Rows that are judged on, and others that GPTQ has, both evenly spaced: at most `most` and FITTED tokens, and one row at
     least.  Of a text of one row both are that."""
     count, length = rows.shape
-    judged = [i * count // n for n in [max(1, min(JUDGED // length, count // 2))] for i in range(n)]
+    judged = [i * count // n for n in [max(1, min(most // length, count // 2))] for i in range(n)]
     others = [i for i in range(count) if i not in judged] or judged
     taken = max(1, min(FITTED // length, len(others)))
     return rows[judged], rows[[others[i * len(others) // taken] for i in range(taken)]]

@@ -32,6 +32,10 @@ def resolved(options: dict[str, Any], device: DeviceSpec | None) -> dict[str, An
         first, second = (_NAMES.get(name, f"--{name}") for name in given[:2])
         raise InputError(f"{first} and {second}: a conversion keeps to one of them; give one of them")
     options["method"] = options["method"] or ""
+    if options.pop("auto_rotate", None):
+        if options.get("rotate") is not None:
+            raise InputError("--auto-rotate chooses what --rotate and --no-rotate say: give one of them")
+        options["rotate"] = "auto"
     if not given:
         return options
     (name,), value = given, found[given[0]]

@@ -77,6 +77,11 @@ def convert(source: str, output: Path | None, target: str | None, as_json: bool,
     try:
         with progress() as bar:
             plan = preflight(source, settings, bar.in_bytes)
+        if settings.rotate == "auto":
+            from edgeq.converters.probing.rotation_choice import choose_rotation
+
+            with progress() as bar:
+                plan = choose_rotation(plan, bar, note)
         allocations: dict[str, list[dict[str, Any]]] = {}
         if settings.budget is not None:
             with nullcontext() if here is None else decode_here(plan, output) as decode:
