@@ -22,8 +22,9 @@ from edgeq.targets.cpu.kernels.args import CHUNKS, HALF_CHUNK, ONE_CHUNK, Produc
 from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile
 from edgeq.targets.cpu.kernels.panels.panel_matmul import tile_of_panel
 from edgeq.targets.cpu.kernels.panels.panel_tile import emit_cross_sums
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import group_kind
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.tiles import plus
 
 ROWS = 48

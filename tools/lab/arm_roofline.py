@@ -32,8 +32,9 @@ from edgeq.targets.cpu.jit.processor import of_isa, settings
 from edgeq.targets.cpu.kernels.args import CHUNKS
 from edgeq.targets.cpu.kernels.panels.octet_tile import OctetTile
 from edgeq.targets.cpu.kernels.panels.panel_matmul import GROUP_BLOCKS, PANEL, tile_of_panel
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.tools.cli.entry import Command
 
 TRIPLE = "aarch64-unknown-linux-gnu"

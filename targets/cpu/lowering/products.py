@@ -18,9 +18,10 @@ from edgeq.targets.cpu.kernels.products import (
     swiglu_matmul,
     winograd,
 )
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC, group_args, group_kind
 from edgeq.targets.cpu.kernels.products.matrix_unit import ROW_BYTES
-from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS
 from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
 from edgeq.targets.cpu.threads.optable import channel_parts, kernel

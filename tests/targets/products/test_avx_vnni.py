@@ -28,8 +28,9 @@ from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit import compile, processor, simd
 from edgeq.targets.cpu.kernels.args import ONE_CHUNK
 from edgeq.targets.cpu.kernels.panels.panel_matmul import PANEL, tile_of_panel
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import group_kind
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.target import Options
 from tests.arm.tiles import CODECS, TileCase, emitter, product
 from tests.targets.cases import HERE, INTEGER_CODECS, MODES, Arrays, case, run, sizes_of

@@ -24,7 +24,7 @@ from edgeq.format.codec import CHUNK, LINE, QUADS
 from edgeq.targets.cpu.jit.deferred import cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I32, I64, constant, load, store
 from edgeq.targets.cpu.kernels.panels.panel_tile import BYTES_OF_CHUNK, PanelTile
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerWeights
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.tiles import at, plus
 
 ACCUMULATORS = 16

@@ -36,6 +36,7 @@ from edgeq.targets.cpu.kernels.panels.panel_tile import (
     unpacked,
 )
 from edgeq.targets.cpu.kernels.panels.quad_tile import QuadTile
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.matmul import (
     BLOCK_BYTES,
     SCRATCH_BYTES,
@@ -43,7 +44,7 @@ from edgeq.targets.cpu.kernels.products.matmul import (
     share,
     tile_loop,
 )
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.swiglu_matmul import RESULT_STRIDE, UNIT, GatedProductArgs, gated_loop
 from edgeq.targets.cpu.kernels.rows.elementwise import gated
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, write_quantized

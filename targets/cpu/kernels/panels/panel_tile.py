@@ -17,16 +17,19 @@ Per 32 products, in instructions: two that multiply and two that add; by Winogra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
 from edgeq.format.codec import LINE, QUADS
+from edgeq.targets.cpu.isa.isa import by_chunks
 from edgeq.targets.cpu.jit.deferred import cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I16, I32, I64, constant, load, prefetch, splat, store
-from edgeq.targets.cpu.kernels.args import HALF_CHUNK, WHOLE, ProductArgs
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
-from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, opaque, plus
+from edgeq.targets.cpu.kernels.args import HALF_CHUNK, ONE_CHUNK, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
+from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, loads_in_order, opaque, plus
 
 STEP_CHUNKS = 16
 """Chunks that are unpacked at a time: with what a tile reads of the tokens they fit a first-level cache of 32 KiB."""
@@ -44,6 +47,11 @@ class PanelTile(IntegerTile):
         self.chains = 1
         self.chunk_bytes = BYTES_OF_CHUNK * (2 if self.pairs else 1)
         self.sums_at: Any = None
+        # An activation block of which all products are added up in 16 bits needs no other sums: its totals of `_widen`.
+        quads = {HALF_CHUNK: QUADS // 2, ONE_CHUNK: QUADS}.get(self.extent, 0)
+        self.in_16_bits = not self.pairs and by_chunks(self.isa) and 0 < quads <= self.isa.run(self.bits)
+        self.of_x.keeps = self.sums_in_order = self.in_16_bits
+        self.totals: dict[tuple[int, int], Any] = {}
         # Cross sums of the block and of the tile, where words are multiplied.
         self.of_weights: Any = None
         self.of_tokens: Any = None
@@ -66,7 +74,7 @@ class PanelTile(IntegerTile):
             return
         last, per_block = b.add(first, count), ProductArgs.chunks_per_block.load(b, record)
         if self.extent == WHOLE:
-            self.row_factors, self.row_sums = self._of_rows(b, record, numbers[-2], numbers[-1])
+            self.of_x.add_up_rows(b, record, *numbers[-2:])
         with cgutils.for_range(b, blocks) as loop:
             index = b.add(start, loop.index)
             self._whole_chunks(b, w, x, index, self._chunks_of(b, index, last, per_block), numbers, floats)
@@ -119,6 +127,8 @@ class PanelTile(IntegerTile):
         ]
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
+        if self.in_16_bits:
+            return []
         sums = super()._start(b, xsum, index)
         if self.pairs:
             address = at(b, self.of_weights, index, LINE)
@@ -138,19 +148,31 @@ class PanelTile(IntegerTile):
             self._bytes(b, at(b, w[0], chunk, BYTES_OF_CHUNK), tokens, sums, quads)
 
     def _bytes(self, b: Any, weights: Any, tokens: Any, sums: Any, quads: range) -> None:
-        vector, run = ir.VectorType(I8, self.width), self.isa.run(self.bits)
-        for start in range(quads.start, quads.stop, run):
-            totals: list[list[Any]] = [[None] * self.tokens for _ in range(self.parts)]
-            for j in range(start, min(start + run, quads.stop)):
-                stored = [load(b, plus(b, weights, LINE * j + self.width * part), vector, 32) for part in range(self.parts)]
-                for t in range(self.tokens):
-                    value = self._broadcast(b, tokens, j * self.tokens + t)
-                    for part in range(self.parts):
-                        totals[part][t] = opaque(b, self.isa.pairs16(b, totals[part][t], stored[part], value))
-            for part in range(self.parts):
-                for t in range(self.tokens):
-                    slot = sums[part][t][0]
-                    b.store(self.isa.widened(b, b.load(slot), totals[part][t]), slot)
+        vector, vectors = ir.VectorType(I8, self.width), range(self.parts)
+        lines = ((j, plus(b, weights, LINE * j)) for j in quads)
+        of_quads = ((j, [load(b, plus(b, line, self.width * part), vector, 32) for part in vectors]) for j, line in lines)
+        self._add_in_turn(b, of_quads, tokens, sums)
+
+    def _widen(self, b: Any, totals: dict[tuple[int, int], Any], sums: Any) -> None:
+        if self.in_16_bits:
+            self.totals |= totals
+        else:
+            super()._widen(b, totals, sums)
+
+    def _finish(self, b: Any, index: Any, addresses: Any, sums: Any, floats: Any) -> None:
+        if not self.in_16_bits:
+            super()._finish(b, index, addresses, sums, floats)
+            return
+        # Until here registers are for these sums.
+        loads_in_order(b)
+        of_groups, xscale, xsum = addresses
+        numbers = [self.groups.load(b, of_groups[0], index, part, ahead=True) for part in range(self.parts)]
+        for t in range(self.tokens):
+            first, factor = self._first(b, xsum, index, t), self.of_x.scale(b, xscale, index, t)
+            for part, slots in enumerate(floats):
+                total = self.isa.widened(b, first, self.totals[part, t])
+                sum_x = partial(self.of_x.lanes_of_sum, b, xsum, index, t)
+                b.store(self.groups.added(b, numbers[part], total, sum_x, factor, b.load(slots[t])), slots[t])
 
     def _words(self, b: Any, weights: Any, tokens: Any, sums: Any, quads: range) -> None:
         words = ir.VectorType(I16, self.width // 2)

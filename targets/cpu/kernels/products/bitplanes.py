@@ -3,16 +3,20 @@ tables looked up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from edgeq.format.codec import LINE, PLANES, QUADS
+from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.isa.isa import Isa
 from edgeq.targets.cpu.jit.simd import I8, I16, I32, I64, constant, load
 from edgeq.targets.cpu.kernels.args import ProductArgs
-from edgeq.targets.cpu.kernels.products.groups import TABLES, TRELLIS, entries
-from edgeq.targets.cpu.kernels.products.trellis import ring_indices
+from edgeq.targets.cpu.kernels.products.groups import TABLES, TRELLIS, entries, multiplied_bits
+from edgeq.targets.cpu.kernels.products.tiles import loads_in_order
+from edgeq.targets.cpu.kernels.products.trellis import ring_indices, ring_pieces
 
 
 def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes: bool = False) -> list[Any]:
@@ -21,9 +25,16 @@ def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes:
     shifts_bytes   whether one instruction shifts every byte.  LLVM would put `gf2p8affineqb` in its place, for which an AVX-512
                    processor has no units but those of the dot products
     """
+    found = unpacked(b, address, bits, part, width, shifts_bytes)
+    quads = {j: quad for piece in found for j, quad in piece.items()}
+    return [quads[j] for j in range(QUADS)]
+
+
+def unpacked(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes: bool) -> Iterator[dict[int, Any]]:
+    """The same as they are made, quads by their numbers."""
     vector = ir.VectorType(I8, width)
     moved = vector if shifts_bytes else ir.VectorType(I16, width // 2)
-    quads: list[Any] = [None] * QUADS
+    quads: dict[int, Any] = {}
     line, low = 0, 0
     for plane in PLANES[bits]:
         per_line = 8 // plane
@@ -38,8 +49,39 @@ def unpack(b: Any, address: Any, bits: int, part: int, width: int, shifts_bytes:
                     value = b.and_(value, constant(vector, ((1 << plane) - 1) << low))
                 j = i * per_line + k
                 quads[j] = b.or_(quads[j], value) if low else value
+            if len(PLANES[bits]) == 1:
+                yield {j: quads[j] for j in range(i * per_line, (i + 1) * per_line)}
         line, low = line + plane, low + plane
-    return quads
+    if len(PLANES[bits]) > 1:
+        yield quads
+
+
+@dataclass(frozen=True)
+class IntegerWeights:
+    """What the code for packed integers depends on.
+
+    isa          index into all_isas()
+    bits         of the stored integers
+    mode16       1: activations stored in 16 bits; 0: in 8
+    group_kind   what groups have beside their integers: a literal of groups.py
+    extent       CHUNKS, HALF_CHUNK, WHOLE or ONE_CHUNK: what is added up before it is scaled
+    """
+
+    isa: int
+    bits: int
+    mode16: int
+    group_kind: int
+    extent: int
+
+    @property
+    def octets(self) -> bool:
+        """Whether tiles of panels multiply two tokens by two rows at once."""
+        return all_isas()[self.isa].octets
+
+    @property
+    def words(self) -> bool:
+        """Whether weights are multiplied in 16 bits."""
+        return bool(self.mode16) and all_isas()[self.isa].takes_pairs(multiplied_bits(self.bits, self.group_kind))
 
 
 class Unpacker:
@@ -73,4 +115,24 @@ class Unpacker:
             stored = ring_indices(b, address, self.bits, part, self.isa)
         else:
             stored = unpack(b, address, self.bits, part, self.width, self.isa.shifts_bytes)
-        return [self.isa.looked_up(b, table, index) for index in stored] if self.center else stored
+        return [self._looked_up(b, table, index) for index in stored]
+
+    def pieces(self, b: Any, address: Any, part: int, table: Any) -> Iterator[dict[int, Any]]:
+        """The same, some quads at a time, by their numbers: those that have as little as may be in common with others."""
+        if self.trellis:
+            pieces = ring_pieces(b, address, self.bits, part, self.isa)
+        else:
+            pieces = unpacked(b, address, self.bits, part, self.width, self.isa.shifts_bytes)
+        for piece in pieces:
+            yield {j: self._looked_up(b, table, index) for j, index in piece.items()}
+
+    def in_turn(self, b: Any, address: Any, parts: int, quads: range, table: Any) -> Iterator[tuple[int, list[Any]]]:
+        """Those in `quads`, unpacked when their turn comes: the number of each, and its vectors of all `parts` of the rows."""
+        vectors = (self.pieces(b, address, part, table) for part in range(parts))
+        for pieces in zip(*vectors, strict=True):
+            yield from ((j, [piece[j] for piece in pieces]) for j in pieces[0] if j in quads)
+            # Lest the compiler unpacks all first, for which it has no registers.
+            loads_in_order(b)
+
+    def _looked_up(self, b: Any, table: Any, index: Any) -> Any:
+        return self.isa.looked_up(b, table, index) if self.center else index

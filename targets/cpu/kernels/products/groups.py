@@ -115,10 +115,14 @@ class Groups:
 
     half_chunks   whether groups are half a chunk, not whole ones
     zero_center   what is taken off the integers all the same where there are zero points
+    one_chunk     whether groups are known to be one chunk, so that a constant says how far apart their numbers are
     """
 
-    def __init__(self, kind: int, bits: int, lanes: int, half_chunks: bool = False, zero_center: int = 0) -> None:
+    def __init__(
+        self, kind: int, bits: int, lanes: int, half_chunks: bool = False, zero_center: int = 0, one_chunk: bool = False
+    ) -> None:
         self.kind, self.lanes, self.half_chunks, self.zero_center = kind, lanes, half_chunks, zero_center
+        self.one_chunk = one_chunk
         self.two_levels, self.offsets = kind in (TWO_LEVELS, TWO_LEVELS_OFFSET), kind in (OFFSET, TWO_LEVELS_OFFSET)
         self.ints, self.floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
         self.taken = 0 if kind == ZERO else 1 << (multiplied_bits(bits, kind) - 1)
@@ -135,6 +139,8 @@ class Groups:
         # A zero point is one byte beside an f16 scale; what else there is has the size of a scale.
         half = ir.Constant(I64, int(self.kind == ZERO))
         block_step, step, super_step = of(ProductArgs.scales_block), of(ProductArgs.scales_step), of(ProductArgs.super_block)
+        if self.one_chunk:
+            step = ir.Constant(I64, ROWS // 2 if self.kind in CODED else ROWS if self.two_levels else 2 * ROWS)
         return GroupAddresses(
             at_block(ProductArgs.scales, block_step), step,
             at_block(ProductArgs.zeros, b.lshr(block_step, half)), b.lshr(step, half),
@@ -159,7 +165,8 @@ class Groups:
         if self.kind in CODED:
             return GroupNumbers(b.fmul(self._coded(b, addresses, index, part, ahead), addresses.rows[part]), None)
         if self.two_levels:
-            chunk = b.lshr(index, ir.Constant(I64, 1)) if self.half_chunks else b.mul(index, addresses.chunks)
+            chunk = b.mul(index, ir.Constant(I64, 1) if self.one_chunk else addresses.chunks)
+            chunk = b.lshr(index, ir.Constant(I64, 1)) if self.half_chunks else chunk
             which, step = b.udiv(chunk, ir.Constant(I64, SUPER_SIZE // CHUNK)), ir.Constant(I64, 2 * ROWS)
             scale = b.sitofp(b.sext(of_groups(addresses.scales, addresses.scales_step, I8), self.ints), self.floats)
             scale = b.fmul(scale, b.fpext(self._numbers(b, addresses.super_scales, step, which, part, F16), self.floats))
@@ -187,6 +194,11 @@ class Groups:
             prefetch(b, plus(b, address, SCALES_AHEAD // 4), LINE, level=2)
         count, first = min(self.lanes, ROWS // 2), part * self.lanes
         octets = ir.VectorType(I8, count)
+        if self.lanes == 8:
+            stored = b.zext(load(b, address, octets, 1), self.ints)
+            moved = b.shl(stored, constant(self.ints, 17 if part else 21))
+            quarters = b.and_(moved, constant(self.ints, 15 << 21))
+            return b.bitcast(b.sub(constant(self.ints, 0x3F800000), quarters), self.floats)
         stored = load(b, plus(b, address, first % (ROWS // 2)), octets, 1)
         low, high = b.and_(stored, constant(octets, 15)), b.lshr(stored, constant(octets, 4))
         if self.lanes == ROWS:
@@ -207,16 +219,16 @@ class Groups:
         """`to` plus the product of a group.
 
         total    its sum, i32
-        sum_x    emits the sum of the token's integers, i32, where it is wanted
+        sum_x    emits the sum of the token's integers, i32 in all lanes, where it is wanted
         factor   the token's scale, f32
         """
         if self.kind in (HALF, HALF_S4):
             # 255 times 15 bits times 128 channels stay below 2^31.
-            total = b.add(b.shl(total, constant(self.ints, 1)), splat(b, sum_x(), self.ints))
+            total = b.add(b.shl(total, constant(self.ints, 1)), sum_x())
         value, factor = b.sitofp(total, self.floats), splat(b, factor, self.floats)
         if numbers.shift is None:
             return self._fma(b, value, b.fmul(numbers.scale, factor), to)
-        sums = b.sitofp(splat(b, sum_x(), self.ints), self.floats)
+        sums = b.sitofp(sum_x(), self.floats)
         if self.offsets:
             return self._fma(b, self._fma(b, value, numbers.scale, b.fmul(numbers.shift, sums)), factor, to)
         return self._fma(b, self._fma(b, numbers.shift, sums, value), b.fmul(numbers.scale, factor), to)

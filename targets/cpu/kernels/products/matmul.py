@@ -13,8 +13,9 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_f32, get_i64, put_f32, vadd, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.microkernel_float import FloatTile
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.tiles import Tile, tile_function
 
 SCRATCH_BYTES = 1 << 13

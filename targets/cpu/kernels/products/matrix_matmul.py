@@ -36,6 +36,7 @@ from edgeq.targets.cpu.jit.simd import (
     vstore,
 )
 from edgeq.targets.cpu.kernels.args import A8, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import Groups
 from edgeq.targets.cpu.kernels.products.matmul import MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, finish, share, tile_loop
 from edgeq.targets.cpu.kernels.products.matrix_unit import (
@@ -46,7 +47,7 @@ from edgeq.targets.cpu.kernels.products.matrix_unit import (
     products_int8,
     release,
 )
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.tiles import at, plus
 
 MIN_ROWS = SIDE
@@ -121,7 +122,12 @@ def scaled_sums(bits: int, group_kind: int) -> Any:
                     place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
                     total, to = load(b, place, VI32, 4), plus(b, place, INTEGERS_BYTES)
                     total = b.sub(total, taken) if groups.taken else total
-                    store(b, groups.added(b, numbers[i], total, lambda: whole, factor, load(b, to, VF32, 4)), to, 4)
+                    store(
+                        b,
+                        groups.added(b, numbers[i], total, lambda: splat(b, whole, VI32), factor, load(b, to, VF32, 4)),
+                        to,
+                        4,
+                    )
             return context.get_dummy_value()
 
         pair = types.UniTuple(types.intp, 2)

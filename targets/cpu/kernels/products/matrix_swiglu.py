@@ -8,6 +8,7 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
 from edgeq.targets.cpu.kernels.args import WHOLE
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.matmul import BLOCK_BYTES, MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, share
 from edgeq.targets.cpu.kernels.products.matrix_matmul import (
     BYTES_OF_CHUNK,
@@ -20,7 +21,6 @@ from edgeq.targets.cpu.kernels.products.matrix_matmul import (
     write_numbers,
 )
 from edgeq.targets.cpu.kernels.products.matrix_unit import CONFIGURATION_BYTES, SIDE, configure, release
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerWeights
 from edgeq.targets.cpu.kernels.products.swiglu_matmul import RESULT_STRIDE, UNIT, GatedProductArgs, gated_loop
 from edgeq.targets.cpu.kernels.rows.elementwise import gated
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, write_quantized

@@ -37,9 +37,8 @@ at most MAX_INT32_CHANNELS channels, and is scaled once, by the one scale of its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial, reduce
 from typing import Any
 
 from llvmlite import ir
@@ -49,40 +48,13 @@ from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.deferred import cgutils
 from edgeq.targets.cpu.jit.simd import F32, I16, I32, I64, constant, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import HALF_CHUNK, ONE_CHUNK, WHOLE, ProductArgs
-from edgeq.targets.cpu.kernels.products.bitplanes import Unpacker
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights, Unpacker
 from edgeq.targets.cpu.kernels.products.groups import Groups, multiplied_bits
-from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, opaque, plus
+from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, opaque, plus, scaled_range
+from edgeq.targets.cpu.kernels.products.token_numbers import TokenNumbers
 
 MAX_INT32_CHANNELS = 1 << 16
 """Channels of which an int32 holds the sum of products of 8 by 8 bits."""
-
-
-@dataclass(frozen=True)
-class IntegerWeights:
-    """What the code for packed integers depends on.
-
-    isa          index into all_isas()
-    bits         of the stored integers
-    mode16       1: activations stored in 16 bits; 0: in 8
-    group_kind   what groups have beside their integers: a literal of groups.py
-    extent       CHUNKS, HALF_CHUNK, WHOLE or ONE_CHUNK: what is added up before it is scaled
-    """
-
-    isa: int
-    bits: int
-    mode16: int
-    group_kind: int
-    extent: int
-
-    @property
-    def octets(self) -> bool:
-        """Whether tiles of panels multiply two tokens by two rows at once."""
-        return all_isas()[self.isa].octets
-
-    @property
-    def words(self) -> bool:
-        """Whether weights are multiplied in 16 bits."""
-        return bool(self.mode16) and all_isas()[self.isa].takes_pairs(multiplied_bits(self.bits, self.group_kind))
 
 
 class IntegerTile:
@@ -93,7 +65,9 @@ class IntegerTile:
         self.isa, self.bits, self.mode16, self.extent = isa, bits, mode16, weights.extent
         self.unpacker = Unpacker(isa, weights.bits, weights.group_kind)
         self.line_bytes = weights.bits * LINE
-        self.groups = Groups(weights.group_kind, weights.bits, isa.lanes, self.extent == HALF_CHUNK, zero_center)
+        # Tiles of several tokens gain nothing by it, and LLVM then keeps addresses that need more registers than there are.
+        fixed = self.extent == ONE_CHUNK and tokens == 1 and isa.lanes > 4
+        self.groups = Groups(weights.group_kind, weights.bits, isa.lanes, self.extent == HALF_CHUNK, zero_center, fixed)
         self.tokens, self.blocks, self.per_block = tokens, blocks, ROWS // isa.lanes
         self.parts = blocks * self.per_block
         self.width = 4 * isa.lanes
@@ -108,15 +82,20 @@ class IntegerTile:
         self.ahead: Any = None
         # The table of each block.
         self.tables: list[Any] = []
-        # Vectors of the tokens of a tile, of whole rows.
-        self.row_factors: Any = None
-        self.row_sums: Any = None
+        self.of_x = TokenNumbers(tokens, self.extent, isa.lanes, tokens == 1 and self.extent in (HALF_CHUNK, ONE_CHUNK))
         # Sixteen registers do not hold the activations of a chunk until the second vector of a block meets them, and what the
         # compiler puts aside is written first.  By measurement on Zen 3: planes of bits beside pairs gain nothing by it.
         busy = self.unpacker.trellis or not self.unpacker.all_at_once if self.pairs else self.unpacker.all_at_once
         self.reads_again = isa.lanes == 8 and busy
         # Sixteen registers, and products added up in all vectors of a block at once.
         self.few_registers = isa.lanes == 8 and not isa.sums_16
+        # Products added up in 16 bits, all vectors of a block in turn.  Planes of bits leave no registers for that.
+        one_by_one = not self.unpacker.all_at_once or self.unpacker.trellis
+        self.in_turn = isa.sums_16 and not isa.signs and not self.pairs and one_by_one
+        # Whether the compiler leaves them in the order in which they are emitted.
+        self.sums_in_order = tokens == 1
+        # Registers that a trellis of planes needs more: what is put aside once for a group costs least.
+        self.floats_in_memory = self.in_turn and self.unpacker.trellis and weights.bits != 2
         # Integer sums may be split freely: those of each byte.  Where registers are few not those of a chunk alone, for which
         # the next one does not wait.
         split = tokens == 1 and not (self.few_registers and self.extent in (HALF_CHUNK, ONE_CHUNK))
@@ -144,14 +123,17 @@ class IntegerTile:
         whole = b.udiv(b.add(chunks, b.sub(per_block, ir.Constant(I64, 1))), per_block)
         count = chunks if self.extent == HALF_CHUNK else whole
         if self.extent == WHOLE:
-            self.row_factors, self.row_sums = self._of_rows(b, record, *numbers[-2:])
-        with cgutils.for_range(b, count) as loop:
-            if self.extent == HALF_CHUNK:
-                self._halves(b, record, w, x, loop.index, numbers, floats)
-            else:
-                self._whole_chunks(b, w, x, loop.index, self._chunks_of(b, loop.index, chunks, per_block), numbers, floats)
+            self.of_x.add_up_rows(b, record, *numbers[-2:])
+        if self.extent == ONE_CHUNK and self.tokens == 1 and self.isa.lanes == 8:
+            self._single_chunks(b, w, x, count, numbers, floats)
+        else:
+            with cgutils.for_range(b, count) as loop:
+                if self.extent == HALF_CHUNK:
+                    self._halves(b, record, w, x, loop.index, numbers, floats)
+                else:
+                    self._whole_chunks(b, w, x, loop.index, self._chunks_of(b, loop.index, chunks, per_block), numbers, floats)
         if self.blocks == 1:
-            for part, slots in enumerate(floats):
+            for part, slots in enumerate([] if self.floats_in_memory else floats):
                 for t, slot in enumerate(slots):
                     store(b, b.load(slot), self._place(b, out, part, t), 4)
         else:
@@ -193,7 +175,7 @@ class IntegerTile:
     def _float(self, b: Any, out: Any, part: int, t: int) -> Any:
         """Where a result is added up, at first 0.  Blocks together need the registers for their integer sums."""
         zero = constant(self.floats, 0.0)
-        if self.blocks == 1:
+        if self.blocks == 1 and not self.floats_in_memory:
             return cgutils.alloca_once_value(b, zero)
         place = self._place(b, out, part, t)
         store(b, zero, place, 4)
@@ -224,6 +206,19 @@ class IntegerTile:
 
         self._block(b, index, numbers, floats, walk)
 
+    def _single_chunks(self, b: Any, w: Any, x: Any, count: Any, numbers: Any, floats: Any) -> None:
+        """All activation blocks, where they are one chunk: one address moves on, that of the weights."""
+        places = [cgutils.alloca_once_value(b, address) for address in w]
+        with scaled_range(b, count, 4) as index:
+            lines, tokens = [b.load(place) for place in places], at(b, x, index, QUADS * self.quad_bytes)
+
+            def walk(sums: Any, which: tuple[int, ...]) -> None:
+                self._chunk(b, lines, tokens, ir.Constant(I64, 0), sums, range(QUADS), which)
+
+            self._block(b, index, numbers, floats, walk)
+            for place, line in zip(places, lines, strict=True):
+                b.store(plus(b, line, self.line_bytes), place)
+
     def _halves(self, b: Any, record: Any, w: Any, x: Any, chunk: Any, numbers: Any, floats: Any) -> None:
         """The activation blocks of 16 channels of a chunk; the last chunk of a row may have one."""
         index = b.shl(chunk, ir.Constant(I64, 1))
@@ -250,29 +245,6 @@ class IntegerTile:
             walk(sums, which)
         self._finish(b, index, numbers, sums, floats)
 
-    def _of_rows(self, b: Any, record: Any, xscale: Any, xsum: Any) -> tuple[Any, Any]:
-        """Vectors of T: the scale that the blocks of each token have, NaN if one of theirs is, and the sum of their sums."""
-        floats = ir.VectorType(F32, self.tokens)
-        bad, first = cgutils.alloca_once_value(b, constant(floats, 0.0)), load(b, xscale, floats, 4)
-        with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
-            scales = load(b, at(b, xscale, loop.index, 4 * self.tokens), floats, 4)
-            b.store(b.fadd(b.load(bad), b.fmul(scales, constant(floats, 0.0))), bad)
-        return b.fadd(first, b.load(bad)), self._sum_of_row(b, record, xsum)
-
-    def _sum_of_row(self, b: Any, record: Any, xsum: Any) -> Any:
-        """The sums of numbers int32 [activation block][T] over the blocks: a vector of T."""
-        ints = ir.VectorType(I32, self.tokens)
-        total = cgutils.alloca_once_value(b, constant(ints, 0))
-        with cgutils.for_range(b, ProductArgs.x_blocks.load(b, record)) as loop:
-            b.store(b.add(b.load(total), load(b, at(b, xsum, loop.index, 4 * self.tokens), ints, 4)), total)
-        return b.load(total)
-
-    def _number_of(self, b: Any, of_row: Any, address: Any, index: Any, t: int, kind: Any) -> Any:
-        """A number of an activation block of token t: that of its row, where blocks are added up, else the one stored."""
-        if self.extent == WHOLE:
-            return b.extract_element(of_row, ir.Constant(I32, t))
-        return load(b, plus(b, at(b, address, index, 4 * self.tokens), 4 * t), kind, 4)
-
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
         """Accumulators [part][token][chain], of a token alone those of low bytes and then of high ones."""
         zero, sums = constant(self.ints, 0), self._slots(b, self.chains * len(self.passes[0]))
@@ -292,8 +264,7 @@ class IntegerTile:
         """What the sums of token t begin with: the symmetric form subtracts its center here, exactly and for nothing."""
         if not self.center:
             return constant(self.ints, 0)
-        sum_x = splat(b, self._number_of(b, self.row_sums, xsum, index, t, I32), self.ints)
-        return b.mul(sum_x, constant(self.ints, -self.center))
+        return b.mul(self.of_x.lanes_of_sum(b, xsum, index, t), constant(self.ints, -self.center))
 
     def _raise(self, b: Any, xsum: Any, index: Any, sums: Any) -> None:
         """From sums of high bytes to those that low bytes are added to."""
@@ -309,6 +280,10 @@ class IntegerTile:
     def _chunk(self, b: Any, w: Any, x: Any, chunk: Any, sums: Any, quads: range, which: tuple[int, ...]) -> None:
         lines = [at(b, address, chunk, self.line_bytes) for address in w]
         tokens = at(b, x, chunk, QUADS * self.quad_bytes)
+        if self.in_turn:
+            vectors = self.unpacker.in_turn(b, lines[0], self.per_block, quads, self.tables[0])
+            self._add_in_turn(b, self._asking_ahead(b, lines[0], vectors), tokens, sums)
+            return
         if self.isa.prefetch_distances and which == self.passes[0]:
             # Blocks follow each other in the file.
             for line in lines:
@@ -325,6 +300,39 @@ class IntegerTile:
                 self._dot16(b, stored, tokens, sums[part], quads)
             else:
                 self._dot8(b, stored, tokens, sums[part], quads, which)
+
+    def _asking_ahead(self, b: Any, line: Any, quads: Iterable[tuple[int, list[Any]]]) -> Iterator[tuple[int, list[Any]]]:
+        """The same quads.  Between them lines are asked for, one at a time: at once they would hold up the loads after them."""
+        count = self.line_bytes // LINE
+        asked = {i * QUADS // count: i for i in range(count)}
+        for j, vectors in quads:
+            if j in asked:
+                prefetch(b, b.add(plus(b, line, LINE * asked[j]), self.ahead), LINE, level=2)
+            yield j, vectors
+
+    def _add_in_turn(self, b: Any, quads: Iterable[tuple[int, list[Any]]], tokens: Any, sums: Any) -> None:
+        """Products added up in 16 bits: quads of activations meet all vectors of the block, one after the other.
+
+        quads   the number of a quad, and its weights in each vector of rows
+        """
+        run, totals = self.isa.run(self.bits), dict[tuple[int, int], Any]()
+        for count, (j, stored) in enumerate(quads, 1):
+            for t in range(self.tokens):
+                value = self._broadcast(b, tokens, j * self.tokens + t)
+                for part in range(self.parts):
+                    total = self.isa.pairs16(b, totals.get((part, t)), stored[part], value)
+                    totals[part, t] = opaque(b, total, self.sums_in_order)
+            if count % run == 0:
+                self._widen(b, totals, sums)
+                totals = {}
+        self._widen(b, totals, sums)
+
+    def _widen(self, b: Any, totals: dict[tuple[int, int], Any], sums: Any) -> None:
+        """Adds sums in 16 bits, by vector and token, to those in 32."""
+        for part, t in sorted(totals):
+            slot = sums[part][t][0]
+            value = self.isa.widened(b, b.load(slot), totals[part, t])
+            b.store(opaque(b, value, True) if self.sums_in_order else value, slot)
 
     def _unpacked(self, b: Any, line: Any, block: int, place: int) -> list[Any]:
         return self.unpacker.quads(b, line, place, self.tables[block])
@@ -380,12 +388,8 @@ class IntegerTile:
         block, place = divmod(part, self.per_block)
         numbers = self.groups.load(b, of_groups[block], index, place, ahead=bool(self.isa.prefetch_distances))
         for t in range(self.tokens):
-
-            def sum_x(t: int = t) -> Any:
-                return self._number_of(b, self.row_sums, xsum, index, t, I32)
-
-            factor = self._number_of(b, self.row_factors, xscale, index, t, F32)
-            total = self._total(b, sums[t])
+            factor, total = self.of_x.scale(b, xscale, index, t), self._total(b, sums[t])
+            sum_x = partial(self.of_x.lanes_of_sum, b, xsum, index, t)
             b.store(self.groups.added(b, numbers, total, sum_x, factor, b.load(floats[t])), floats[t])
 
     def _total(self, b: Any, slots: list[Any]) -> Any:

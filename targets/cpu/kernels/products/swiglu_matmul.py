@@ -15,8 +15,9 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline, inline
 from edgeq.targets.cpu.jit.simd import get_i64, vload, vstore
 from edgeq.targets.cpu.kernels.args import ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.matmul import BLOCK_BYTES, MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, share
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.tiles import tile_function
 from edgeq.targets.cpu.kernels.rows.elementwise import ActivationArgs, gated
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, write_quantized

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from llvmlite import ir
@@ -57,3 +59,29 @@ def opaque(b: Any, value: Any, in_order: bool = False) -> Any:
     register = "x" if b.module.triple.startswith(("x86", "i386")) else "w"
     register = register if isinstance(value.type, ir.VectorType) else "r"
     return b.asm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", [value], in_order)
+
+
+def loads_in_order(b: Any) -> None:
+    """What is loaded after it stays after it, and after all values before that are `opaque` and in order."""
+    b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
+
+@contextmanager
+def scaled_range(b: Any, count: Any, scale: int) -> Iterator[Any]:
+    """A loop: numbers below `count`, which is kept times `scale`, a power of 2.
+
+    An address of x86 adds a number times 1, 2, 4 or 8 to another for nothing; LLVM, where it sees the loop's number, keeps an
+    address for every array and adds to each.
+    """
+    start, body, end = b.block, b.append_basic_block(), b.append_basic_block()
+    last, zero = b.mul(count, ir.Constant(I64, scale)), ir.Constant(I64, 0)
+    b.cbranch(b.icmp_signed("<", zero, last), body, end)
+    b.position_at_end(body)
+    number = b.phi(I64)
+    number.add_incoming(zero, start)
+    scaled = opaque(b, number)
+    yield b.lshr(scaled, ir.Constant(I64, scale.bit_length() - 1), flags=["exact"])
+    following = plus(b, scaled, scale)
+    number.add_incoming(following, b.block)
+    b.cbranch(b.icmp_signed("<", following, last), body, end)
+    b.position_at_end(end)

@@ -33,6 +33,7 @@ from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, types
 from edgeq.targets.cpu.jit.simd import I8, I32, I64, constant, get_i64, load, prefetch, splat, store
 from edgeq.targets.cpu.kernels.args import WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.matmul import (
     BLOCK_BYTES,
     MIN_SMALL_TILE,
@@ -43,7 +44,7 @@ from edgeq.targets.cpu.kernels.products.matmul import (
     stores_whole_tiles,
     tile_loop,
 )
-from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile, IntegerWeights
+from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.swiglu_matmul import UNIT, GatedProductArgs, gate, gated_loop, write_unit
 from edgeq.targets.cpu.kernels.products.tiles import at, chunks_of, plus
 from edgeq.targets.cpu.kernels.rows.quantize import WINOGRAD_SHIFTS
@@ -87,7 +88,7 @@ class WinogradTile(IntegerTile):
         self.of_weights = [at(b, self.constants, place, CONSTANT_BYTES) for place in places]
         self.of_tokens = at(b, ProductArgs.winograd_sums.load(b, record), b.mul(r, blocks), 4)
         if self.extent == WHOLE:
-            self.of_rows = self._sum_of_row(b, record, self.of_tokens)
+            self.of_rows = self.of_x.sums_of_rows(b, record, self.of_tokens)
         super().emit(b, record, n, r, out, stores_result)
 
     def _start(self, b: Any, xsum: Any, index: Any) -> list[list[list[Any]]]:
@@ -98,10 +99,10 @@ class WinogradTile(IntegerTile):
             less.append([load(b, plus(b, constants, alone * LINE), self.ints, 4) for alone in range(2)])
         for t in range(self.tokens):
             if plain(t):
-                of_token = self._number_of(b, self.row_sums, xsum, index, t, I32)
+                of_token = self.of_x.sum(b, xsum, index, t)
                 of_token = b.mul(of_token, ir.Constant(I32, CENTER))
             else:
-                of_token = self._number_of(b, self.of_rows, self.of_tokens, index, t, I32)
+                of_token = self.of_x.number(b, self.of_rows, self.of_tokens, index, t, I32)
             for block, of_weights in enumerate(less):
                 b.store(b.sub(of_weights[plain(t)], splat(b, of_token, self.ints)), sums[block][t][0])
         return sums
