@@ -30,7 +30,7 @@ class Isa(Protocol):
                      first where nothing is measured.  Empty leaves that to the processor
     machines    what `platform.machine()` says of the processors it is for; empty for all
     needs       processor features without which the code would not run
-    matrix_unit whether products of 8-bit activations with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
+    matrix_unit whether products with many rows go to a unit that multiplies whole tiles (matrix_unit.py)
     winograd    whether products of 4-bit weights and 8-bit activations go by Winograd's method (winograd.py)
     shifts_bytes  whether one instruction shifts every byte of a vector
     folds_indices  whether `looked_up` takes no notice of bits 4 to 6 of an index

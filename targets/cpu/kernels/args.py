@@ -34,7 +34,8 @@ class QuantizedArgs(Args, part=True):
     winograd_sums   int32 per row and block for products by Winograd's method, or 0
     constants       constant scales: inverse and scale, two f32 for each modality; 0: the scale is taken from x
     modality        u8 per row
-    flat_from       in a run of so many rows or more every row lies by itself, not in tiles; 0: in no run
+    flat_from       in a run of so many rows or more every row lies by itself, not in tiles, and of A16 all low bytes before all
+                    high ones; 0: in no run
     """
 
     kind = number(NONE)

@@ -57,7 +57,7 @@ def _layout(context: Context, layer: LinearSpec, index: int, first: int, mode: M
     kind = wide if limit > MAX_BYTE else A16_PAIRS if context.isa.widens(bits) else A8
     fits = kind == A8 and bits == winograd.BITS and limit <= activation_limit(codec, "a8")
     by_winograd = context.isa.winograd and fits and block >= CHUNK
-    flat_from = matrix_matmul.MIN_ROWS if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0
+    flat_from = matrix_matmul.MIN_ROWS[kind] if context.isa.matrix_unit and matrix_matmul.takes(kind, block) else 0
     return Layout(kind, weight.columns, block, limit, scaling, factors, first, by_winograd, constants, flat_from)
 
 

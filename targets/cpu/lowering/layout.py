@@ -25,7 +25,7 @@ class Layout:
     scaling    BLOCK, TOKEN, TOKEN_ZERO or STATIC
     factors    address of one f32 per channel that x is multiplied by first, or 0
     constants  of STATIC: address of inverse and scale of each modality
-    flat_from  in runs of so many rows or more every row lies by itself; 0: in none
+    flat_from  in runs of so many rows or more every row lies by itself, of A16 all low bytes before all high ones; 0: in none
     winograd   8-bit integers go to products by Winograd's method, which need a number more of every block (winograd.py)
     """
 

@@ -20,7 +20,7 @@ from edgeq.targets.cpu.kernels.products import (
 )
 from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import SYMMETRIC, group_args, group_kind
-from edgeq.targets.cpu.kernels.products.matrix_unit import ROW_BYTES
+from edgeq.targets.cpu.kernels.products.matrix_groups import CHUNK_BYTES
 from edgeq.targets.cpu.kernels.products.microkernel_int import MAX_INT32_CHANNELS
 from edgeq.targets.cpu.lowering.context import BufferRows, Context
 from edgeq.targets.cpu.lowering.layout import Layout, QuantizedActivation
@@ -80,7 +80,7 @@ def integer_product(context: Context, product: LinearProduct, x: QuantizedActiva
         group, room = _matrix_room(context, product, extent)
         shared["group_blocks"] = group
         by_matrix_unit = matrix_swiglu.gated_matrix_matmul if product.swiglu else matrix_matmul.matrix_matmul
-        prefill = kernel(by_matrix_unit, context.isa_index, codec.bits, kind, extent)
+        prefill = kernel(by_matrix_unit, *literals)
     args = ProductArgs(
         **shared, **_activation_args(x),
         **group_args(codec, weight.rows, weight.columns, lambda name: context.memory.stored(weight.arrays[name])),
@@ -109,11 +109,11 @@ def _matrix_room(context: Context, product: LinearProduct, extent: int) -> tuple
     """Blocks whose unpacked weights stay in the cache, whole pairs, and the threads' room for them."""
     bits, chunks = product.weight.codec.bits, -(-product.weight.columns // CHUNK)
     blocks = padded(product.weight.arrays["q"].shape[0], 2)
-    group_blocks = max(2, min(MATRIX_GROUP_BYTES // (matrix_matmul.BYTES_OF_CHUNK * chunks), blocks) // 2 * 2)
-    rows = context.max_rows if extent == WHOLE else 0
+    group_blocks = max(2, min(MATRIX_GROUP_BYTES // (CHUNK_BYTES * chunks), blocks) // 2 * 2)
     at_once = matrix_swiglu.GROUP_BLOCKS if product.swiglu else group_blocks
-    nbytes = matrix_matmul.room_bytes(bits, chunks, at_once, rows) + product.swiglu * matrix_swiglu.RESULTS_BYTES
-    numbers = padded(matrix_matmul.NUMBERS_BYTES * rows, ROW_BYTES)
+    numbers = matrix_matmul.numbers_bytes(extent, context.max_rows)
+    nbytes = matrix_matmul.AT_NUMBERS + numbers + at_once * matrix_matmul.weights_bytes(bits, extent, chunks)
+    nbytes += product.swiglu * matrix_swiglu.UNIT_BYTES
     return group_blocks, ProductScratch(context.memory.shared(UNPACKED, context.threads * nbytes), nbytes, numbers)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgeq.format.codec import Codec
-from edgeq.format.records import Activation, LinearSpec
+from edgeq.format.records import Activation, LinearSpec, Mode
 from edgeq.targets import load
 from edgeq.targets.cpu import program as cpu_program
 from edgeq.targets.cpu.threads.pieces import split
@@ -20,22 +20,28 @@ from tests.targets.cases import HERE, Arrays, matrix, product, recording, rows_o
 AMX, VNNI = "avx512-amx", "avx512-vnni"
 with_unit = pytest.mark.skipif(AMX not in HERE, reason="this processor has no matrix unit, or its system keeps it")
 
-EXHAUSTIVE = [Codec("int", bits, 128, bits % 2 == 0) for bits in (2, 3, 5, 6, 7)]
 CODECS = [
-    Codec("int", 8, 128, False),
-    Codec("int", 4, 64),
-    Codec("table", 4, 64),
-    Codec("trellis", 3, 64),
-    *(
-        pytest.param(codec, marks=pytest.mark.exhaustive)
-        for codec in (Codec("int", 8, 0), Codec("int", 4, 0, False), *EXHAUSTIVE)
-    ),
+    (Codec("int", 8, 128, False), "a8"),
+    (Codec("int", 4, 64), "a16"),
+    (Codec("offset", 4, 32), "a16"),
+    (Codec("two-level", 4, 32, False), "a8"),
+    (Codec("table", 4, 64), "a8"),
+    (Codec("trellis", 3, 64), "a16"),
+]
+EXHAUSTIVE = [
+    *((Codec("int", bits, 128, bits % 2 == 0), mode) for bits in (2, 3, 5, 6, 7) for mode in ("a8", "a16")),
+    *((Codec(kind, bits, 32), mode) for kind, bits in (("int", 8), ("half", 3), ("s4", 2)) for mode in ("a8", "a16")),
+    (Codec("int", 8, 0), "a8"),
+    (Codec("int", 8, 0, False), "a16"),
+    (Codec("int", 4, 0, False), "a8"),
 ]
 
 
 @with_unit
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_products_are_those_of_the_other_instruction_sets_by_bits(codec: Codec) -> None:
+@pytest.mark.parametrize(
+    ("codec", "mode"), [*CODECS, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE)], ids=str
+)
+def test_products_are_those_of_the_other_instruction_sets_by_bits(codec: Codec, mode: Mode) -> None:
     rng = np.random.default_rng(codec.bits)
     for rows, columns in ((48, 128), (100, 320), (33, 1176)):
         arrays = Arrays()
@@ -43,22 +49,29 @@ def test_products_are_those_of_the_other_instruction_sets_by_bits(codec: Codec) 
             arrays, rng.standard_normal((70, columns)).astype(np.float32), weight(arrays, rng, codec, rows, columns),
             rng.standard_normal(rows).astype(np.float32),
         )  # fmt: skip
-        for count in (3, 15, 16, 17, 33, 70):
-            found, expected = (run("cpu", graph, arrays, count, Options("a8", 2, isa)) for isa in (AMX, VNNI))
+        for count in (3, 15, 16, 17, 24, 33, 70):
+            found, expected = (run("cpu", graph, arrays, count, Options(mode, 2, isa)) for isa in (AMX, VNNI))
             assert np.array_equal(found, expected), (rows, columns, count)
 
 
 GATED = [
-    (Codec("int", 4, 64), None, 128),
-    (Codec("int", 8, 0), (0.03,), 144),
-    *(pytest.param(Codec("int", bits, 0), (0.03, 0.5), 352, marks=pytest.mark.exhaustive) for bits in (4, 8)),
+    (Codec("int", 4, 64), "a16", None, 128),
+    (Codec("int", 8, 0), "a8", (0.03,), 144),
+    *(
+        pytest.param(*case, marks=pytest.mark.exhaustive)
+        for case in (
+            (Codec("int", 4, 0), "a8", (0.03, 0.5), 352),
+            (Codec("int", 8, 0), "a8", (0.03, 0.5), 352),
+            (Codec("int", 4, 32), "a8", None, 160),
+        )
+    ),
 ]
 
 
 @with_unit
-@pytest.mark.parametrize(("codec", "scales", "columns"), GATED, ids=str)
+@pytest.mark.parametrize(("codec", "mode", "scales", "columns"), GATED, ids=str)
 def test_gate_and_up_are_those_of_the_other_instruction_sets_by_bits(
-    codec: Codec, scales: tuple[float, ...] | None, columns: int
+    codec: Codec, mode: Mode, scales: tuple[float, ...] | None, columns: int
 ) -> None:
     rng, arrays, width = np.random.default_rng(1), Arrays(), 208
     x = rng.standard_normal((70, columns)).astype(np.float32)
@@ -74,9 +87,9 @@ def test_gate_and_up_are_those_of_the_other_instruction_sets_by_bits(
     )
     graph = Graph({"x": columns, "n": columns, "g": 2 * width, "i": width, "y": 24}, operations, "y", (CacheSpec(1, 2, 2),))
     for count in (15, 33, 70):
-        found, expected = (run("cpu", graph, arrays, count, Options("a8", 2, isa)) for isa in (AMX, VNNI))
+        found, expected = (run("cpu", graph, arrays, count, Options(mode, 2, isa)) for isa in (AMX, VNNI))
         assert np.array_equal(found, expected), count
-    program = load("cpu").compile(graph, arrays, Options("a8", 2, AMX, max_rows=70, max_logits=70))
+    program = load("cpu").compile(graph, arrays, Options(mode, 2, AMX, max_rows=70, max_logits=70))
     with recording(program) as times:
         program.run(rows_of(program, 70))
     assert "gated_matrix_matmul" in [step.kernel for step in times[0].steps]

@@ -1,10 +1,12 @@
 """Packed integers times many tokens on a processor's matrix unit (matrix_unit.py).
 
 Sums of integers are exact, and what becomes of them is what microkernel_int.py does, in its order: results are the same bits.
-Activations of such a run lie row by row, with zeros up to a whole step of 64 channels.  Weights of 8 bits are multiplied as
-they lie in the file, of fewer, or where a row ends within a step, they are unpacked first, for all tokens once.
+Activations of such a run lie row by row, with zeros up to a whole step of 64 channels.  Weights are unpacked first, for all
+tokens once, less what lies in the middle of their integers; those of 8 bits are multiplied as they lie in the file where a row
+has one scale and ends with a step.
 
-Sums stay in the unit's registers for an activation block; where a row has one scale (args.WHOLE), for the whole row.
+Sums of groups leave the unit's registers after each activation block (matrix_groups.py); where a row has one scale
+(args.WHOLE), they stay there for the whole row.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from edgeq.format.codec import CHUNK, LINE, QUADS, ROWS
+from edgeq.format.codec import CHUNK, LINE, ROWS
 from edgeq.targets.cpu.isa import all_isas
 from edgeq.targets.cpu.jit.buffers import padded
 from edgeq.targets.cpu.jit.compile import Kernel
@@ -22,6 +24,7 @@ from edgeq.targets.cpu.jit.deferred import always_inline, cgutils, intrinsic, ty
 from edgeq.targets.cpu.jit.simd import (
     F16,
     F32,
+    I8,
     I32,
     I64,
     VF32,
@@ -32,17 +35,31 @@ from edgeq.targets.cpu.jit.simd import (
     load,
     splat,
     store,
-    vsplat,
-    vstore,
 )
-from edgeq.targets.cpu.kernels.args import A8, WHOLE, ProductArgs
+from edgeq.targets.cpu.kernels.args import A8, A16, WHOLE, ProductArgs
 from edgeq.targets.cpu.kernels.products.bitplanes import IntegerWeights
 from edgeq.targets.cpu.kernels.products.groups import Groups
-from edgeq.targets.cpu.kernels.products.matmul import MIN_SMALL_TILE, SCRATCH_BYTES, SMALL_TILE, finish, share, tile_loop
+from edgeq.targets.cpu.kernels.products.matmul import (
+    BLOCK_BYTES,
+    MIN_SMALL_TILE,
+    SCRATCH_BYTES,
+    SMALL_TILE,
+    finish,
+    share,
+    tile_loop,
+)
+from edgeq.targets.cpu.kernels.products.matrix_groups import (
+    CHUNK_BYTES,
+    PANEL,
+    SUMS_BYTES,
+    group_products,
+    step_bytes,
+)
 from edgeq.targets.cpu.kernels.products.matrix_unit import (
     CONFIGURATION_BYTES,
     ROW_BYTES,
     SIDE,
+    TILE_BYTES,
     configure,
     products_int8,
     release,
@@ -50,38 +67,41 @@ from edgeq.targets.cpu.kernels.products.matrix_unit import (
 from edgeq.targets.cpu.kernels.products.microkernel_int import IntegerTile
 from edgeq.targets.cpu.kernels.products.tiles import at, plus
 
-MIN_ROWS = SIDE
-"""Rows of a run that are worth it."""
-PANEL = 2 * SIDE
-"""Rows that are multiplied with two blocks at once."""
-INTEGERS_BYTES = 4 * PANEL * ROWS * 2
-"""In scratch the integer sums of a panel with two blocks, then as many floats."""
-BYTES_OF_CHUNK = LINE * QUADS
-"""Unpacked."""
+MIN_ROWS = {A8: 24, A16: SIDE}
+"""Rows of a run that are worth it, as measured on a Granite Rapids; dot products multiply fewer sooner."""
 STEP_CHUNKS = ROW_BYTES // CHUNK
 NUMBERS_BYTES = 8
 """Bytes of a row's numbers: its scale, f32, and the sum of its integers, i32."""
 
 
 def takes(kind: int, block: int) -> bool:
-    """Whether such activations can be multiplied there: steps of 64 channels."""
-    return kind == A8 and block % ROW_BYTES == 0
+    """Whether such activations can be multiplied there: steps of 32 or 64 channels."""
+    return kind in (A8, A16) and block % CHUNK == 0
 
 
-def room_bytes(bits: int, chunks: int, group_blocks: int, numbered_rows: int) -> int:
-    """Room of a thread: numbers of so many rows, then unpacked weights."""
-    numbers = padded(NUMBERS_BYTES * numbered_rows, ROW_BYTES)
-    return CONFIGURATION_BYTES + numbers + weights_bytes(bits, chunks) * group_blocks
+AT_SUMS = CONFIGURATION_BYTES
+AT_RESULTS = AT_SUMS + 4 * SUMS_BYTES
+AT_NUMBERS = AT_RESULTS + SUMS_BYTES
+"""Where in a thread's room, after the sizes, sums and results of a panel with two blocks lie, and numbers of rows that have one
+scale; unpacked weights follow."""
 
 
-def weights_bytes(bits: int, chunks: int) -> int:
-    """Bytes of a block of weights, unpacked; 0: they are multiplied as they lie."""
-    return BYTES_OF_CHUNK * padded(chunks, STEP_CHUNKS) if bits < 8 or chunks % STEP_CHUNKS else 0
+def numbers_bytes(extent: int, rows: int) -> int:
+    """Room for the numbers of so many rows."""
+    return padded(NUMBERS_BYTES * rows, ROW_BYTES) if extent == WHOLE else 0
+
+
+def weights_bytes(bits: int, extent: int, chunks: int) -> int:
+    """Room for a block of weights, unpacked; 0: they are multiplied as they lie."""
+    as_stored = extent == WHOLE and bits == 8 and chunks % STEP_CHUNKS == 0
+    return 0 if as_stored else CHUNK_BYTES * padded(chunks, STEP_CHUNKS)
 
 
 def unpacked(weights: IntegerWeights) -> Any:
-    """A function: (args, n, chunks of block n, how many, out): their quads, a byte for every weight."""
-    unpacker = IntegerTile(weights, 1).unpacker
+    """A function: (args, n, chunks of block n, how many, out): their quads, a byte for every weight, of groups less what lies
+    in the middle of them."""
+    unpacker, octets = IntegerTile(weights, 1).unpacker, ir.VectorType(I8, LINE)
+    middle = 0 if weights.extent == WHOLE else Groups(weights.group_kind, weights.bits, ROWS).taken
 
     @intrinsic
     def write(typing: Any, args: Any, n: Any, stored: Any, chunks: Any, out: Any) -> Any:
@@ -91,49 +111,13 @@ def unpacked(weights: IntegerWeights) -> Any:
             with cgutils.for_range(b, chunks) as loop:
                 quads = unpacker.quads(b, at(b, stored, loop.index, weights.bits * LINE), 0, table)
                 for j, quad in enumerate(quads):
-                    store(b, quad, plus(b, at(b, out, loop.index, BYTES_OF_CHUNK), LINE * j), LINE)
+                    quad = b.sub(b.bitcast(quad, octets), constant(octets, middle)) if middle else quad
+                    store(b, quad, plus(b, at(b, out, loop.index, CHUNK_BYTES), LINE * j), LINE)
             return context.get_dummy_value()
 
         return types.void(args, *[types.intp] * 4), codegen
 
     return write
-
-
-def scaled_sums(bits: int, group_kind: int) -> Any:
-    """A function: (args, sums, index, (n, other), r, rows): adds the products of activation block `index` of blocks n and
-    `other` with `rows` rows from row r on, from their integer sums, to the floats after these."""
-    groups = Groups(group_kind, bits, ROWS)
-
-    @intrinsic
-    def add(typing: Any, args: Any, sums: Any, index: Any, blocks: Any, r: Any, rows: Any) -> Any:
-        def codegen(context: Any, b: Any, signature: Any, values: Any) -> Any:
-            record, sums, index, blocks, r, rows = values
-            addresses = [groups.addresses(b, record, block) for block in cgutils.unpack_tuple(b, blocks, 2)]
-            numbers = [groups.load(b, each, index, 0) for each in addresses]
-            step = ProductArgs.x_blocks.load(b, record)
-            number = b.shl(b.add(b.mul(r, step), index), ir.Constant(I64, 2))
-            xscale, xsum = (b.add(field.load(b, record), number) for field in (ProductArgs.x_scales, ProductArgs.x_sums))
-            step = b.shl(step, ir.Constant(I64, 2))
-            with cgutils.for_range(b, rows) as loop:
-                factor = load(b, b.add(xscale, b.mul(loop.index, step)), F32, 4)
-                whole = load(b, b.add(xsum, b.mul(loop.index, step)), I32, 4)
-                taken = splat(b, b.mul(whole, ir.Constant(I32, groups.taken)), VI32)
-                for i in range(2):
-                    place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
-                    total, to = load(b, place, VI32, 4), plus(b, place, INTEGERS_BYTES)
-                    total = b.sub(total, taken) if groups.taken else total
-                    store(
-                        b,
-                        groups.added(b, numbers[i], total, lambda: splat(b, whole, VI32), factor, load(b, to, VF32, 4)),
-                        to,
-                        4,
-                    )
-            return context.get_dummy_value()
-
-        pair = types.UniTuple(types.intp, 2)
-        return types.void(args, types.intp, types.intp, pair, types.intp, types.intp), codegen
-
-    return add
 
 
 def row_numbers(b: Any, record: Any, rows: Any, out: Any) -> None:
@@ -181,7 +165,7 @@ def write_numbers(typing: Any, args: Any, rows: Any, out: Any) -> Any:
 
 def scaled_rows(bits: int, stores_result: bool) -> Any:
     """A function: (args, sums, (n, other), (r, rows), numbers): scale * scale of the row * (sum - center * sum of the row) of
-    `rows` rows from row r on with blocks n and `other`, to the floats after the integer sums; or, of two whole blocks, what
+    `rows` rows from row r on with blocks n and `other`, to the results after the integer sums; or, of two whole blocks, what
     `finish` makes of it, to y.  numbers: of row 0."""
 
     @intrinsic
@@ -202,14 +186,14 @@ def scaled_rows(bits: int, stores_result: bool) -> Any:
                     factor = splat(b, load(b, number, F32, 4), VF32)
                     center = b.mul(load(b, plus(b, number, 4), I32, 4), ir.Constant(I32, 1 << (bits - 1)))
                     for i, scale in enumerate(scales):
-                        place = plus(b, at(b, sums, loop.index, ROW_BYTES), i * INTEGERS_BYTES // 2)
+                        place = at(b, plus(b, sums, 2 * i * TILE_BYTES), loop.index, BLOCK_BYTES)
                         value = b.sitofp(b.sub(load(b, place, VI32, 4), splat(b, center, VI32)), VF32)
                         put(loop.index, i, place, _fma(b, value, b.fmul(scale, factor), constant(VF32, 0.0)))
 
             if stores_result:
                 _to_y(b, record, first, places, for_each_block)
             else:
-                for_each_block(lambda t, i, place, result: store(b, result, plus(b, place, INTEGERS_BYTES), 4))
+                for_each_block(lambda t, i, place, result: store(b, result, plus(b, place, AT_RESULTS - AT_SUMS), 4))
             return context.get_dummy_value()
 
         pair = types.UniTuple(types.intp, 2)
@@ -244,38 +228,18 @@ def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, "llvm.fmuladd.v16f32", VF32, x, y, z)
 
 
-def panel_products(bits: int, group_kind: int, extent: int) -> Any:
-    """A function: the products of `here` rows from row r on with blocks n and `other`, f32 [2][PANEL][16] after the integers in
-    scratch.  weights: address of these blocks, a byte for every weight;  numbers: of row 0, of whole rows."""
-    if extent == WHOLE:
-        return _whole_products(bits)
-    add = scaled_sums(bits, group_kind)
+def panel_products(bits: int, mode16: int, group_kind: int, extent: int) -> Any:
+    """A function: (args, blocks, weights, rows, room): the products of `here` rows from row r on with blocks n and `other`, to
+    the results in room, f32 [2][PANEL][16].  weights: address of these blocks, a byte for every weight."""
+    return _whole_products(bits) if extent == WHOLE else _group_products(bits, mode16, group_kind, extent)
+
+
+def _group_products(bits: int, mode16: int, group_kind: int, extent: int) -> Any:
+    products_of = group_products(bits, mode16, group_kind, extent)
 
     @always_inline
-    def products(args, blocks, weights, rows, scratch, numbers):
-        (r, here), stride = rows, args.x_stride
-        # Of a few rows the second tile is the first once more, and not read.
-        second = r + SIDE if here > SIDE else r
-        left = here - SIDE if here > SIDE else 0
-        a, a_second = args.x + r * stride, args.x + second * stride
-        for i in range(INTEGERS_BYTES, 2 * INTEGERS_BYTES, ROW_BYTES):
-            vstore(scratch + i, vsplat(0.0))
-        chunks, per_block = args.chunks, args.chunks_per_block
-        for index in range(args.x_blocks):
-            first = index * per_block
-            steps = (min(per_block, chunks - first) + 1) // STEP_CHUNKS
-            at_weights = BYTES_OF_CHUNK * first
-            products_int8(
-                a + CHUNK * first,
-                a_second + CHUNK * first,
-                stride,
-                weights[0] + at_weights,
-                weights[1] + at_weights,
-                steps,
-                scratch,
-            )
-            add(args, scratch, index, blocks, r, min(here, SIDE))
-            add(args, scratch + SIDE * ROW_BYTES, index, blocks, second, left)
+    def products(args, blocks, weights, rows, room):
+        products_of(args, blocks, weights, rows, room + AT_SUMS, room + AT_RESULTS)
 
     return products
 
@@ -284,37 +248,38 @@ def _whole_products(bits: int, stores_result: bool = False) -> Any:
     scaled = scaled_rows(bits, stores_result)
 
     @always_inline
-    def products(args, blocks, weights, rows, scratch, numbers):
+    def products(args, blocks, weights, rows, room):
         (r, here), stride = rows, args.x_stride
+        # Of a few rows the second A is the first once more, and not read.
         second = r + SIDE if here > SIDE else r
-        a, steps = args.x, (args.chunks + 1) // STEP_CHUNKS
-        products_int8(a + r * stride, a + second * stride, stride, weights[0], weights[1], steps, scratch)
-        scaled(args, scratch, blocks, rows, numbers)
+        a, steps, sums = args.x, (args.chunks + 1) // STEP_CHUNKS, room + AT_SUMS
+        products_int8(a + r * stride, a + second * stride, stride, weights[0], weights[1], steps, sums)
+        scaled(args, sums, blocks, rows, room + AT_NUMBERS)
 
     return products
 
 
-def matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Kernel:
-    """`integer_matmul` of 8-bit activations.  Runs of fewer rows than MIN_ROWS go its way."""
+def matrix_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int) -> Kernel:
+    """`integer_matmul` on a matrix unit.  Runs of fewer rows than MIN_ROWS go that way."""
     max_tile, blocks_per_tile = all_isas()[isa].tiles[0], all_isas()[isa].blocks_per_tile
-    weights = IntegerWeights(isa, bits, 0, group_kind, extent)
+    weights = IntegerWeights(isa, bits, mode16, group_kind, extent)
     large = tile_loop(IntegerTile(weights, max_tile, blocks_per_tile), max_tile)
     small = tile_loop(IntegerTile(weights, SMALL_TILE, blocks_per_tile), MIN_SMALL_TILE)
     single = tile_loop(IntegerTile(weights, 1), 1)
-    products, unpack_chunks = panel_products(bits, group_kind, extent), unpacked(weights)
-    packed, whole = bits < 8, extent == WHOLE
+    products, unpack_chunks = panel_products(bits, mode16, group_kind, extent), unpacked(weights)
+    whole, step_of_a = extent == WHOLE, step_bytes(extent)
+    packed, min_rows = bits < 8 or not whole, MIN_ROWS[A16 if mode16 else A8]
 
     to_y = _whole_products(bits, stores_result=True) if whole else products
 
     @always_inline
-    def panels(args, first, last, scratch, room):
+    def panels(args, first, last, room):
         count, chunks = get_i64(args.rows), args.chunks
         apart = packed or chunks % STEP_CHUNKS != 0
-        step = BYTES_OF_CHUNK * ((chunks + 1) // STEP_CHUNKS * STEP_CHUNKS)
-        numbers = room + CONFIGURATION_BYTES
+        step = CHUNK_BYTES * ((chunks + 1) // STEP_CHUNKS * STEP_CHUNKS)
         if whole:
-            write_numbers(args, count, numbers)
-        of_weights = numbers + args.numbers_bytes
+            write_numbers(args, count, room + AT_NUMBERS)
+        of_weights = room + AT_NUMBERS + args.numbers_bytes
         for start in range(first, last, args.group_blocks):
             stop = min(start + args.group_blocks, last)
             stored = args.weights + start * args.weights_block
@@ -322,28 +287,28 @@ def matrix_matmul(isa: int, bits: int, group_kind: int, extent: int) -> Kernel:
                 stored = of_weights
                 for n in range(start, stop):
                     unpack_chunks(args, n, args.weights + n * args.weights_block, chunks, stored + (n - start) * step)
-            configure(room, SIDE, SIDE)
+            configure(room, SIDE, SIDE, step_of_a)
             for r in range(0, count, PANEL):
                 here = min(PANEL, count - r)
                 if here < PANEL:
-                    configure(room, min(here, SIDE), here - SIDE if here > SIDE else here)
+                    configure(room, min(here, SIDE), here - SIDE if here > SIDE else here, step_of_a)
                 for n in range(start, stop, 2):
                     other = min(n + 1, stop - 1)
                     pair = stored + (n - start) * step, stored + (other - start) * step
                     if whole and other > n and ROWS * (other + 1) <= args.output_channels:
-                        to_y(args, (n, other), pair, (r, here), scratch, numbers)
+                        to_y(args, (n, other), pair, (r, here), room)
                         continue
-                    products(args, (n, other), pair, (r, here), scratch, numbers)
+                    products(args, (n, other), pair, (r, here), room)
                     for i in range(other - n + 1):
-                        finish(args, scratch + INTEGERS_BYTES + i * INTEGERS_BYTES // 2, here, n + i, r)
+                        finish(args, room + AT_RESULTS + 2 * i * TILE_BYTES, here, n + i, r)
         release()
 
     def kernel(record, part, parts, thread):
         args = ProductArgs(record)
         scratch = args.scratch + thread * SCRATCH_BYTES
         first, last = share(args.output_channels, part, parts, 2)
-        if get_i64(args.rows) >= MIN_ROWS:
-            panels(args, first, last, scratch, args.room + thread * args.room_bytes)
+        if get_i64(args.rows) >= min_rows:
+            panels(args, first, last, args.room + thread * args.room_bytes)
             return
         for start in range(first, last, args.group_blocks):
             stop = min(start + args.group_blocks, last)

@@ -4,11 +4,14 @@ A product C += A B takes of A [16][64] int8 (32 bf16) a row for each row of C, o
 of 16 columns side by side: a quad of the file's order (edgeq/format/codec.py) is a row of B as it lies.  Registers 0 to 3 are
 the four C of two A, 4 and 5, and two B, 6 and 7 (Intel, Architecture Instruction Set Extensions, chapter 3).
 
+A row of A may be half as long, a group of 32 channels; B then has 8 rows.
+
 Registers have the size that the last `configure` gave them; a kernel ends with `release`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -36,14 +39,46 @@ def _load_register(b: Any, number: int, address: Any, stride: Any) -> None:
     call(b, "llvm.x86.tileloadd64", ir.VoidType(), _register(number), _pointer(b, address), stride)
 
 
-@primitive(VOID, ADDRESS, ADDRESS, ADDRESS)
-def configure(b: Any, room: Any, first: Any, second: Any) -> None:
-    """Sizes: of the first A `first` rows, of the second `second`, of all else what there is.  room: CONFIGURATION_BYTES."""
+def clear(b: Any, numbers: Iterable[int]) -> None:
+    """Those C are 0."""
+    for number in numbers:
+        call(b, "llvm.x86.tilezero", ir.VoidType(), _register(number))
+
+
+def multiply(b: Any, instruction: str, rows: Sequence[Any], stride: Any, columns: Sequence[Any]) -> None:
+    """C += the A at `rows`, one or both, times the two B at `columns`."""
+    for number, address in zip(A, rows, strict=False):
+        _load_register(b, number, address, stride)
+    for number, address in zip(B, columns, strict=True):
+        _load_register(b, number, address, ir.Constant(I64, ROW_BYTES))
+    for i, number in enumerate(C[: 2 * len(rows)]):
+        call(b, instruction, ir.VoidType(), *(_register(n) for n in (number, A[i // 2], B[i % 2])))
+
+
+def keep(b: Any, numbers: Iterable[int], out: Any) -> None:
+    """Those C to their places in out [2][32][16]."""
+    for number in numbers:
+        call(
+            b, "llvm.x86.tilestored64", ir.VoidType(), _register(number), _pointer(b, _place(b, number, out)),
+            ir.Constant(I64, ROW_BYTES),
+        )  # fmt: skip
+
+
+def _place(b: Any, number: int, out: Any) -> Any:
+    return plus(b, out, TILE_BYTES * (number % 2 * 2 + number // 2))
+
+
+@primitive(VOID, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
+def configure(b: Any, room: Any, first: Any, second: Any, step: Any) -> None:
+    """Sizes: of the first A `first` rows, of the second `second`, of `step` bytes, ROW_BYTES or half of that; of B as many rows
+    as that takes; of all else what there is.  room: CONFIGURATION_BYTES."""
     store(b, constant(VI32, 0), room)
     store(b, ir.Constant(I8, 1), room)
-    rows = [first, first, second, second, first, second, *[ir.Constant(I64, SIDE)] * 2]
+    of_b = b.lshr(step, ir.Constant(I64, 2))
+    rows = [first, first, second, second, first, second, of_b, of_b]
     for number, count in enumerate(rows):
-        store(b, ir.Constant(I16, ROW_BYTES), plus(b, room, 16 + 2 * number))
+        width = b.trunc(step, I16) if number in A else ir.Constant(I16, ROW_BYTES)
+        store(b, width, plus(b, room, 16 + 2 * number))
         store(b, b.trunc(count, I8), plus(b, room, 48 + number))
     call(b, "llvm.x86.ldtilecfg", ir.VoidType(), _pointer(b, room))
 
@@ -55,27 +90,22 @@ def release(b: Any) -> None:
 
 def _products(instruction: str, adds: bool = False) -> Any:
     def products(b: Any, first: Any, second: Any, stride: Any, weights: Any, other: Any, steps: Any, out: Any) -> None:
-        line = ir.Constant(I64, ROW_BYTES)
-        places = [plus(b, out, TILE_BYTES * (i % 2 * 2 + i // 2)) for i in range(len(C))]
-        for number, place in zip(C, places, strict=True):
-            if adds:
-                _load_register(b, number, place, line)
-            else:
-                call(b, "llvm.x86.tilezero", ir.VoidType(), _register(number))
+        if adds:
+            for number in C:
+                _load_register(b, number, _place(b, number, out), ir.Constant(I64, ROW_BYTES))
+        else:
+            clear(b, C)
         with cgutils.for_range(b, steps) as loop:
-            for number, rows in zip(A, (first, second), strict=True):
-                _load_register(b, number, at(b, rows, loop.index, ROW_BYTES), stride)
-            for number, columns in zip(B, (weights, other), strict=True):
-                _load_register(b, number, at(b, columns, loop.index, TILE_BYTES), line)
-            for i, number in enumerate(C):
-                call(b, instruction, ir.VoidType(), *(_register(n) for n in (number, A[i // 2], B[i % 2])))
-        for number, place in zip(C, places, strict=True):
-            call(b, "llvm.x86.tilestored64", ir.VoidType(), _register(number), _pointer(b, place), line)
+            rows = [at(b, address, loop.index, ROW_BYTES) for address in (first, second)]
+            multiply(b, instruction, rows, stride, [at(b, address, loop.index, TILE_BYTES) for address in (weights, other)])
+        keep(b, C, out)
 
     return products
 
 
-products_int8 = primitive(VOID, *[ADDRESS] * 7)(_products("llvm.x86.tdpbsud"))
+SIGNED, UNSIGNED = "llvm.x86.tdpbssd", "llvm.x86.tdpbsud"
+"""Instructions of products of 8 bits: rows are signed, columns are or are not."""
+products_int8 = primitive(VOID, *[ADDRESS] * 7)(_products(UNSIGNED))
 """(first, second, stride, weights, other, steps, out): out int32 [2][32][16] = the rows of the two A, signed, by the columns of
 the two B, unsigned, over `steps` times 64 channels.  A lie row by row, `stride` bytes apart, B tile by tile."""
 products_bf16 = primitive(VOID, *[ADDRESS] * 7)(_products("llvm.x86.tdpbf16ps"))

@@ -16,9 +16,12 @@ from edgeq.targets.cpu.jit.args import Args, nbytes, nested, pointer
 from edgeq.targets.cpu.jit.compile import Kernel
 from edgeq.targets.cpu.jit.deferred import inline
 from edgeq.targets.cpu.jit.simd import (
+    ADDRESS,
+    I8,
     LANES,
     VF32,
     VI32,
+    VOID,
     call,
     constant,
     f32x16,
@@ -33,6 +36,7 @@ from edgeq.targets.cpu.jit.simd import (
     put_octets,
     put_pairs_i16,
     put_quads_i8,
+    store,
     vabs,
     vadd,
     vfirst,
@@ -72,6 +76,14 @@ def winograd_shifts(b: Any) -> Any:
     return ir.Constant(VF32, [float(WINOGRAD_SHIFTS[i // 4 % 2]) for i in range(LANES)])
 
 
+@primitive(VOID, f32x16, ADDRESS, ADDRESS)
+def put_planes_i16(b: Any, x: Any, address: Any, apart: Any) -> None:
+    """Sixteen whole numbers 256 * high + low, both int8: sixteen of low, and `apart` bytes further sixteen of high."""
+    whole, octets = b.fptosi(x, VI32), ir.VectorType(I8, LANES)
+    store(b, b.trunc(whole, octets), address)
+    store(b, b.trunc(b.ashr(b.add(whole, constant(VI32, 128)), constant(VI32, 8)), octets), b.add(address, apart))
+
+
 @inline
 def shifts_of(winograd, largest_tile):
     """What a tile adds to the integers of four quads: only the largest tiles are multiplied by Winograd's method."""
@@ -91,12 +103,12 @@ def tile_of(r, count, max_tile):
 
 @inline
 def place_of(quantized, r, count, max_tile):
-    """Where row r of `count` lies: the first row of its tile, the tile's tokens, its place in it, and whether the tile is of
-    the largest."""
+    """Where row r of `count` lies: the first row of its tile, the tile's tokens, its place in it, whether the tile is of the
+    largest, and whether the row lies by itself."""
     if 0 < quantized.flat_from <= count:
-        return r, 1, 0, False
+        return r, 1, 0, False, True
     base, tokens = tile_of(r, count, max_tile)
-    return base, tokens, r - base, tokens == max_tile
+    return base, tokens, r - base, tokens == max_tile, False
 
 
 @inline
@@ -133,7 +145,13 @@ def channels(x, factors, c, columns):
 
 
 @inline
-def put_integers(kind, whole, data, c, tokens, t):
+def apart_of(quantized, flat):
+    """Bytes from the low bytes of a row by itself to its high ones; 0: they lie side by side, or there are none."""
+    return quantized.stride // 2 if flat and quantized.kind == A16 else 0
+
+
+@inline
+def put_integers(kind, whole, data, c, tokens, t, apart):
     """Channels c ... c + 15 of token t of a tile."""
     quad = (c // 4 * tokens + t) * 4
     if kind == A8:
@@ -141,6 +159,8 @@ def put_integers(kind, whole, data, c, tokens, t):
             put_octets(data + quad, whole)
         else:
             put_quads_i8(whole, data + quad, 4 * tokens)
+    elif apart != 0:
+        put_planes_i16(whole, data + c, apart)
     elif kind == A16:
         put_bytes_i16(whole, data + 2 * quad, 8 * tokens)
     else:
@@ -148,13 +168,14 @@ def put_integers(kind, whole, data, c, tokens, t):
 
 
 @inline
-def put_padding(quantized, data, tokens, t, shifts):
+def put_padding(quantized, data, tokens, t, shifts, apart):
     """Zeros, shifted, up to a whole chunk, of a row by itself to the end of its room: another run may have left numbers there,
     which not every instruction set ignores."""
     kind, c = quantized.kind, (quantized.columns + 15) // 16 * 16
     end = quantized.stride if kind == A8 and tokens == 1 else (c + 31) // 32 * 32
+    end = apart if apart != 0 else end
     while c < end:
-        put_integers(kind, shifts, data, c, tokens, t)
+        put_integers(kind, shifts, data, c, tokens, t, apart)
         c += 16
 
 
@@ -182,14 +203,14 @@ def write_quantized(quantized, x, place, first, last):
     if kind == NONE:
         return
     columns, block, row_bytes, factors = quantized.columns, quantized.block, quantized.stride, quantized.factors
-    base, tokens, t, largest_tile = place
+    base, tokens, t, largest_tile, flat = place
     data = quantized.data + base * row_bytes
     if kind == FLOAT:
         for c in range(first, last, 16):
             put_lanes(channels(x, factors, c, columns), data + (c * tokens + t) * 4, 4 * tokens)
         return
     blocks, winograd = (columns + block - 1) // block, quantized.winograd_sums
-    limit, shifts = float(quantized.limit), shifts_of(winograd, largest_tile)
+    limit, shifts, apart = float(quantized.limit), shifts_of(winograd, largest_tile), apart_of(quantized, flat)
     if quantized.constants != 0:
         write_quantized_constant(quantized, x, place, first, last)
         return
@@ -206,11 +227,11 @@ def write_quantized(quantized, x, place, first, last):
             total = vadd(total, whole)
             if winograd != 0:
                 products = vadd(products, vwinograd(whole))
-            put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
+            put_integers(kind, vadd(whole, shifts), data, c, tokens, t, apart)
         scale = largest / limit if largest > MIN_SPAN else 0.0
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
-        put_padding(quantized, data, tokens, t, shifts)
+        put_padding(quantized, data, tokens, t, shifts, apart)
 
 
 @inline
@@ -218,9 +239,9 @@ def write_quantized_constant(quantized, x, place, first, last):
     """The same with the constant scale of the row's modality, which every block gets, so products need not know."""
     kind, columns, block, row_bytes = quantized.kind, quantized.columns, quantized.block, quantized.stride
     factors, blocks = quantized.factors, (columns + block - 1) // block
-    base, tokens, t, largest_tile = place
+    base, tokens, t, largest_tile, flat = place
     data, winograd = quantized.data + base * row_bytes, quantized.winograd_sums
-    shifts = shifts_of(winograd, largest_tile)
+    shifts, apart = shifts_of(winograd, largest_tile), apart_of(quantized, flat)
     constants = quantized.constants + 8 * get_u8(quantized.modality + base + t)
     factor, scale = vsplat(get_f32(constants)), get_f32(constants + 4)
     none, most = vsplat(0.0), vsplat(float(quantized.limit))
@@ -234,10 +255,10 @@ def write_quantized_constant(quantized, x, place, first, last):
             total = vadd(vfma(value, none, whole), total)
             if winograd != 0:
                 products = vadd(products, vwinograd(whole))
-            put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
+            put_integers(kind, vadd(whole, shifts), data, c, tokens, t, apart)
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
-        put_padding(quantized, data, tokens, t, shifts)
+        put_padding(quantized, data, tokens, t, shifts, apart)
 
 
 @inline
@@ -248,11 +269,11 @@ def write_quantized_tokens(quantized, asymmetric, x, place, first, last):
     """
     kind, columns, block, row_bytes = quantized.kind, quantized.columns, quantized.block, quantized.stride
     factors, limit = quantized.factors, float(quantized.limit)
-    base, tokens, t, largest_tile = place
+    base, tokens, t, largest_tile, flat = place
     data = quantized.data + base * row_bytes
     blocks, none = (columns + block - 1) // block, vsplat(0.0)
     winograd = quantized.winograd_sums
-    shifts = shifts_of(winograd, largest_tile)
+    shifts, apart = shifts_of(winograd, largest_tile), apart_of(quantized, flat)
     high, low = none, none
     for c in range(0, columns, 16):
         value = channels(x, factors, c, columns)
@@ -273,10 +294,10 @@ def write_quantized_tokens(quantized, asymmetric, x, place, first, last):
             total = vadd(total, whole)
             if winograd != 0:
                 products = vadd(products, vwinograd(whole))
-            put_integers(kind, vadd(whole, shifts), data, c, tokens, t)
+            put_integers(kind, vadd(whole, shifts), data, c, tokens, t, apart)
         put_numbers(quantized, base * blocks + start // block * tokens + t, scale, total, products)
     if last == columns:
-        put_padding(quantized, data, tokens, t, shifts)
+        put_padding(quantized, data, tokens, t, shifts, apart)
 
 
 class QuantizeArgs(Args):
