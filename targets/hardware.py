@@ -68,11 +68,10 @@ class Hardware:
         """How fast so many threads read memory, measured in about a second unless known; None: it is not measured."""
         return None
 
-    def integer_peak(self, threads: int, isa: str | None = None, dots: bool = False) -> float | None:
+    def integer_peak(self, threads: int, isa: str | None = None) -> float | None:
         """8-bit operations per second of so many threads from registers, a multiplication and an addition being two, measured
         in half a second unless known; None: it is not measured.
 
-        isa    None: the one that is used here
-        dots   by dot products, where another instruction would be faster too
+        isa   None: the one that is used here
         """
         return None

@@ -35,8 +35,8 @@ class CpuHardware(Hardware):
     def read_bandwidth(self, threads: int, refresh: bool = False) -> Bandwidth | None:
         return Bandwidth(probes.read_bandwidth(threads, refresh), probes.within_cache(probes.probe_bytes()))
 
-    def integer_peak(self, threads: int, isa: str | None = None, dots: bool = False) -> float | None:
-        return probes.integer_peak(choose(isa)[0], threads, dots=dots)
+    def integer_peak(self, threads: int, isa: str | None = None) -> float | None:
+        return probes.integer_peak(choose(isa)[0], threads)
 
 
 def _refusal(name: str) -> str | None:

@@ -96,20 +96,21 @@ def _read_bandwidth(threads: int, size: int) -> tuple[float, bool]:
     return statistics.median(passes), share >= ALONE
 
 
-def integer_peak(isa: Isa, threads: int, refresh: bool = False, dots: bool = False) -> float:
+def integer_peak(isa: Isa, threads: int, refresh: bool = False) -> float:
     """8-bit operations per second of `threads` threads from registers, on a matrix unit where the instruction set has one from
-    the first-level cache, measured in half a second; the largest is kept per machine.  `dots`: by dot products in any case.
+    the first-level cache, measured in half a second; the largest is kept per machine.
 
     A multiplication and an addition are two operations.  Where dot products are several instructions, those of PROBED_BITS-bit
     weights: wider ones need more (isa/avx2.py).
     """
 
     def measure() -> tuple[float, bool]:
-        passes, share = _tile_rates(threads, 10_000, 0.5) if by_tiles else _product_rates(isa, False, threads, 20_000, 0.5)
+        found = _tile_rates(threads, 10_000, 0.5) if isa.matrix_unit else _product_rates(isa, False, threads, 20_000, 0.5)
+        passes, share = found
         return statistics.median(passes), share >= ALONE
 
-    by_tiles = isa.matrix_unit and not dots
-    kind = "matrix_peak" if by_tiles else "octets_peak" if isa.octets else "chunk_peak" if by_chunks(isa) else "integer_peak"
+    other = "octets_peak" if isa.octets else "chunk_peak" if by_chunks(isa) else "integer_peak"
+    kind = "matrix_peak" if isa.matrix_unit else other
     return measured(f"{kind} {isa.name}", threads, measure, refresh, largest=True)
 
 

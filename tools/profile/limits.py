@@ -54,6 +54,6 @@ def limits(model: Model, refresh: bool) -> dict[str, MachineLimits]:
 def limits_of(model: Model, threads: int, mode: Mode, refresh: bool = False) -> MachineLimits | None:
     """Limits with so many threads in a mode, for the instruction set of the model; None: the target measures none."""
     here = load(model.target).hardware()
-    peak = here.integer_peak(threads, model.program.options.isa, dots=mode == "a16")
+    peak = here.integer_peak(threads, model.program.options.isa)
     read = here.read_bandwidth(threads, refresh)
     return None if peak is None or read is None else MachineLimits(threads, read.bytes_per_s, PEAK_SHARE[mode] * peak)
