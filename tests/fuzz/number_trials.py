@@ -29,8 +29,8 @@ from edgeq.targets.target import Options
 
 Logits = NDArray[np.float32]
 HERE = [isa.name for isa in all_isas() if isa.runs_on(machine.cpu().arch, machine.cpu().features)]
-LENGTHS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 23)
-"""Tokens of a prompt: tiles of 12, 4 and 1, alone and together, whole and not."""
+LENGTHS = (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 23, 24, 37)
+"""Tokens of a prompt: tiles of 12, 4 and 1, alone and together, whole and not, and panels of 32, whole and not."""
 DECODED = 2
 FEW, MANY, TIMES = 4, 48, 4.0
 """Disturbed runs, those where a few do not explain a difference, and how much more noise the last of them has."""
@@ -99,7 +99,7 @@ def _loaded(path: Path, target: str, isa: str | None, threads: int, mode: Mode |
         file = ModelFile.open(path)
         masters = any(linear.master for linear in file.metadata.linears.values())
         choice, chosen = pick(target, file), mode or file.metadata.default_mode
-        options = Options(chosen, threads, isa, max_rows=24, max_logits=1, kv=file.metadata.kv, requantize=masters)
+        options = Options(chosen, threads, isa, max_rows=40, max_logits=1, kv=file.metadata.kv, requantize=masters)
         return Model(file, choice, options, requantization=Requantization(min_tokens=1) if masters else None)
     except EdgeqError as error:
         refused(error)
