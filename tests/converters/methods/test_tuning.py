@@ -92,7 +92,7 @@ def test_scales_alone_change_and_the_layer_comes_closer(
     assert {name for name, array in before.items() if not np.array_equal(array, after[name])} == {learned}
     assert tuned.metadata.provenance["options"] == plain.metadata.provenance["options"] | {"tune": True}  # type: ignore[operator]
     # Where it does not help nothing changes.
-    monkeypatch.setattr(tuning, "RATE", 0.5)
+    monkeypatch.setattr(tuning, "RATE", 8.0)
     refused = convert(folder, tmp_path / "same.edgeq", ConvertOptions(tune=True, **small), silent)
     assert all(
         np.array_equal(array, arrays(refused, name)[part])

@@ -74,7 +74,8 @@ def test_a_massive_token_is_found_and_what_it_counts_is_tried(planted: Path) -> 
     found = staged(forward, 0, layer, weighed=True).moments(DOWN).matrix
     weights = torch.where(massive(x), 1 / 64, 1.0)
     expected = x.T @ (x * weights[:, None])
-    assert float((found - expected).norm() / expected.norm()) < 1e-3
+    # Inputs are products in bf16, whose last bits depend on how many rows a processor multiplies at once.
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
     twice = counted(x, torch.full((len(x),), 2.0), 0.5)
     assert twice is not None and torch.equal(twice, torch.where(massive(x), 1.0, 2.0))
 

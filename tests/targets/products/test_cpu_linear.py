@@ -349,8 +349,8 @@ def test_scaled_input_is_written_by_its_maker():
     program = load("cpu").compile(graph, arrays, Options("a16", 2, None, 5, 5))
     with recording(program) as times:
         y = program.run(rows_of(program, 5))
-    panels = next(isa.panels for isa in all_isas() if isa.name == program.facts().isa)
-    product = "panel_matmul" if panels else "integer_matmul"
+    isa = next(isa for isa in all_isas() if isa.name == program.facts().isa)
+    product = "panel_matmul" if isa.panels else "matrix_matmul" if isa.matrix_unit else "integer_matmul"
     assert [step.kernel for step in times[0].steps] == ["embed_plain", "norm", product]
     oracle = run("reference", graph, arrays, 5, Options("a16"))
     assert np.max(np.abs(y - oracle) / size_of(arrays, x, each)) < 3e-5
