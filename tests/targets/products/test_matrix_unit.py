@@ -22,10 +22,12 @@ with_unit = pytest.mark.skipif(AMX not in HERE, reason="this processor has no ma
 
 CODECS = [
     (Codec("int", 8, 128, False), "a8"),
+    (Codec("int", 4, 64), "a8"),
     (Codec("int", 4, 64), "a16"),
     (Codec("offset", 4, 32), "a16"),
     (Codec("two-level", 4, 32, False), "a8"),
     (Codec("table", 4, 64), "a8"),
+    (Codec("trellis", 3, 64), "a8"),
     (Codec("trellis", 3, 64), "a16"),
 ]
 EXHAUSTIVE = [
@@ -55,6 +57,7 @@ def test_products_are_those_of_the_other_instruction_sets_by_bits(codec: Codec, 
 
 
 GATED = [
+    (Codec("int", 4, 64), "a8", None, 128),
     (Codec("int", 4, 64), "a16", None, 128),
     (Codec("int", 8, 0), "a8", (0.03,), 144),
     *(
