@@ -160,7 +160,7 @@ def multiply_tiles() -> Kernel:
     def kernel(record, part, parts, thread):
         args = MultiplyTilesArgs(record)
         room = args.room + TILES_ROOM_BYTES * part
-        configure(room, SIDE, SIDE, ROW_BYTES)
+        configure(room, 2 * SIDE, ROW_BYTES)
         for _ in range(get_i64(args.rows)):
             products_int8(args.x, args.x, ROW_BYTES, args.weights, args.weights, STEPS, room + CONFIGURATION_BYTES)
         release()

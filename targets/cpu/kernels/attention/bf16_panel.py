@@ -88,7 +88,7 @@ def matrix_products(dim: int) -> Products:
 
     @always_inline
     def begin(states):
-        configure(states, SIDE, SIDE, ROW_BYTES)
+        configure(states, PANEL, ROW_BYTES)
 
     @always_inline
     def score(queries, keys, vectors, rows, scores):

@@ -287,11 +287,11 @@ def matrix_matmul(isa: int, bits: int, mode16: int, group_kind: int, extent: int
                 stored = of_weights
                 for n in range(start, stop):
                     unpack_chunks(args, n, args.weights + n * args.weights_block, chunks, stored + (n - start) * step)
-            configure(room, SIDE, SIDE, step_of_a)
+            configure(room, PANEL, step_of_a)
             for r in range(0, count, PANEL):
                 here = min(PANEL, count - r)
                 if here < PANEL:
-                    configure(room, min(here, SIDE), here - SIDE if here > SIDE else here, step_of_a)
+                    configure(room, here, step_of_a)
                 for n in range(start, stop, 2):
                     other = min(n + 1, stop - 1)
                     pair = stored + (n - start) * step, stored + (other - start) * step

@@ -20,7 +20,7 @@ from edgeq.targets.cpu.kernels.products.matrix_matmul import (
     unpacked,
     write_numbers,
 )
-from edgeq.targets.cpu.kernels.products.matrix_unit import SIDE, TILE_BYTES, configure, release
+from edgeq.targets.cpu.kernels.products.matrix_unit import TILE_BYTES, configure, release
 from edgeq.targets.cpu.kernels.products.swiglu_matmul import RESULT_STRIDE, UNIT, GatedProductArgs, gated_loop
 from edgeq.targets.cpu.kernels.rows.elementwise import gated
 from edgeq.targets.cpu.kernels.rows.quantize import place_of, write_quantized
@@ -56,11 +56,11 @@ def gated_matrix_matmul(isa: int, bits: int, mode16: int, group_kind: int, exten
                 stored, place = args.weights + n * args.weights_block, (n - start) * step
                 unpack_chunks(args, n, stored, chunks, first + place)
                 unpack_chunks(args, n + up, stored + up * args.weights_block, chunks, of_up + place)
-        configure(room, SIDE, SIDE, step_of_a)
+        configure(room, PANEL, step_of_a)
         for r in range(0, count, PANEL):
             here = min(PANEL, count - r)
             if here < PANEL:
-                configure(room, min(here, SIDE), here - SIDE if here > SIDE else here, step_of_a)
+                configure(room, here, step_of_a)
             for n in range(start, stop):
                 place = (n - start) * step
                 products(args, (n, n + up), (first + place, of_up + place), (r, here), room)

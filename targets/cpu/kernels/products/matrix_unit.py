@@ -68,15 +68,18 @@ def _place(b: Any, number: int, out: Any) -> Any:
     return plus(b, out, TILE_BYTES * (number % 2 * 2 + number // 2))
 
 
-@primitive(VOID, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-def configure(b: Any, room: Any, first: Any, second: Any, step: Any) -> None:
-    """Sizes: of the first A `first` rows, of the second `second`, of `step` bytes, ROW_BYTES or half of that; of B as many rows
-    as that takes; of all else what there is.  room: CONFIGURATION_BYTES."""
+@primitive(VOID, ADDRESS, ADDRESS, ADDRESS)
+def configure(b: Any, room: Any, rows: Any, step: Any) -> None:
+    """Sizes: of both A together `rows` rows, at most 2 SIDE, of `step` bytes, ROW_BYTES or half of that; of B as many rows as
+    that takes; of all else what there is.  If the first A has all rows the second has as many.  room: CONFIGURATION_BYTES."""
+    side = ir.Constant(I64, SIDE)
+    both = b.icmp_signed(">", rows, side)
+    first, second = b.select(both, side, rows), b.select(both, b.sub(rows, side), rows)
     store(b, constant(VI32, 0), room)
     store(b, ir.Constant(I8, 1), room)
     of_b = b.lshr(step, ir.Constant(I64, 2))
-    rows = [first, first, second, second, first, second, of_b, of_b]
-    for number, count in enumerate(rows):
+    counts = [first, first, second, second, first, second, of_b, of_b]
+    for number, count in enumerate(counts):
         width = b.trunc(step, I16) if number in A else ir.Constant(I16, ROW_BYTES)
         store(b, width, plus(b, room, 16 + 2 * number))
         store(b, b.trunc(count, I8), plus(b, room, 48 + number))
